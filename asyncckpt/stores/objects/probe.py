@@ -106,6 +106,7 @@ class Probes:
             except RequestError as error:
                 if error.kind != "invalid":
                     raise
+                await requests.replace(key, b"1")  # its error, if the condition is not the reason
                 refused = False
         if not refused:
             self._warn(f"{name} supports conditional creation, but this server does not")

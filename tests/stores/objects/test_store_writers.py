@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
-from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError
+from asyncckpt.errors import AsyncCheckpointError, CheckpointExistsError, StoreError
 from asyncckpt.testing.checkpoints import delete, fill, identity, put, save
 from tests.simulator import Fault, Gate, Request, Simulator
-from tests.stores.objects.stores import RECORD_PUT, ROOT, UNRACED, names, of, opened, whole
+from tests.stores.objects.stores import KINDS, RECORD_PUT, ROOT, UNRACED, names, of, opened, whole
 
 
 def in_key(key: str, text: str) -> bool:
@@ -186,6 +186,35 @@ async def test_without_conditional_puts_a_loser_keeps_what_its_record_would_need
         assert isinstance(lost.result(), CheckpointExistsError)
         await whole(sim, second, "1", 2)
         assert len(of(sim, "a")) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_refuses_every_write_is_not_said_to_lack_conditions(
+    sim: Simulator, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim.faults.append(Fault(kind="put_object", number=0, status=400))
+    async with opened(kind, sim, policy=UNRACED) as store:
+        for _ in range(2):
+            with pytest.raises(StoreError, match="finding out which conditions it obeys failed"):
+                await store._context.probes.conditions(versions=False)
+        sim.faults.clear()
+        assert (await store._context.probes.conditions(versions=False)).create
+    assert "supports conditional creation" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_refuses_only_conditions_is_said_to_lack_them(
+    sim: Simulator, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim.faults.append(Fault(kind="put_object", when=is_conditional, number=0, status=400))
+    async with opened(kind, sim, policy=UNRACED) as store:
+        assert not (await store._context.probes.conditions(versions=False)).create
+    assert "supports conditional creation, but this server does not" in caplog.text
+    assert not [key for key in sim.stored() if "/probe-" in key]
+
+
+def is_conditional(request: Request) -> bool:
+    return "if-none-match" in request.headers or "ifGenerationMatch" in request.query
 
 
 async def test_the_experiment_is_made_once_and_beside_the_upload(sim: Simulator) -> None:

@@ -87,8 +87,11 @@ _HINTS = {
     "InvalidObjectState": "the object is archived: restore it to a storage class that can be read "
     "at once (`aws s3api restore-object`), and try again",
     "RequestTimeTooSkewed": "the clock of this machine is wrong: set it, and try again",
+    "checksum": "if the bucket has Object Lock, install s3fs, and pass storage_options="
+    "{'config_kwargs': {'request_checksum_calculation': 'when_supported'}} without 'client'",
 }
 
+_LACKS_CHECKSUM = re.compile(r"(?i)(required|missing).*Content-MD5|Content-MD5.*required")
 _TLS_CLASSES = frozenset(("SSLError", "ClientSSLError", "ClientConnectorCertificateError"))
 
 FOREIGN = "this is not a store's answer; check endpoint_url and proxies"
@@ -193,6 +196,8 @@ def status_error(
         # Object stores do not use the other form of the header, a date.
         retry_after_s=float(retry_after) if retry_after and retry_after.isdecimal() else None,
     )
+    if kind == "invalid" and _LACKS_CHECKSUM.search(message):
+        code = "checksum"
     failure.hint = _HINTS.get(code or "")
     return failure
 
