@@ -86,7 +86,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
             spec = array_spec((nbytes,), "uint8")
             if entry.shape is not None and entry.dtype in DTYPES:
                 spec = array_spec(entry.shape, entry.dtype)
-            tables.add_refused("torch", spec, archives.faults[leaf.array], nbytes)
+            tables.add_refused(spec, archives.faults[leaf.array], nbytes)
         else:
             number, entry = leaf.array, entries[leaf.array]
             assert entry.shape is not None

@@ -29,6 +29,9 @@ from asyncckpt.reports import FileInfo
 from asyncckpt.spec import ITEMSIZES, ArraySpec, array_spec
 from asyncckpt.tree import Structure, array_names
 
+Facts = Mapping[str, JsonValue]
+"""Additional facts about a leaf."""
+
 MAX_SHOWN = 50
 """Most unreadable leaves that an error describes."""
 
@@ -55,35 +58,26 @@ def raw_pieces(shape: Sequence[int], itemsize: int, target_nbytes: int) -> list[
     An empty array is one piece without chunks.
     """
     shape = tuple(shape)
-    strides = [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if math.prod(shape) * itemsize <= max(target_nbytes, itemsize):
+    size = math.prod(shape)
+    if size * itemsize <= max(target_nbytes, itemsize):
         chunk = tuple(max(1, n) for n in shape)
-        return [_piece((0,) * len(shape), shape, chunk, strides)]
+        return [RawPiece((0,) * len(shape), shape, chunk, np.zeros(min(size, 1), np.int64))]
     axis, rows = cut_axis(shape, itemsize, target_nbytes)
     count = -(-shape[axis] // rows)
     length = -(-shape[axis] // count)
-    chunk = (*(1,) * axis, length, *shape[axis + 1 :])
     full = shape[axis] // length * length
+    # Chunks have length 1 along the axes before this one, and the array's along those after it.
+    lead, tail = shape[:axis], shape[axis + 1 :]
+    before = np.arange(math.prod(lead), dtype=np.int64)[:, None] * shape[axis]
     pieces = []
     for start, stop in ((0, full), (full, shape[axis])):
         if start < stop:
-            part = (*shape[:axis], stop - start, *shape[axis + 1 :])
-            offset = (*(0,) * axis, start, *(0,) * (len(shape) - axis - 1))
-            cell = (*chunk[:axis], min(length, stop - start), *chunk[axis + 1 :])
-            pieces.append(_piece(offset, part, cell, strides))
+            offset = (*(0,) * axis, start, *(0,) * len(tail))
+            step = min(length, stop - start)
+            at = (before + np.arange(start, stop, step)) * (itemsize * math.prod(tail))
+            part, cell = (*lead, stop - start, *tail), (*(1,) * axis, step, *tail)
+            pieces.append(RawPiece(offset, part, cell, at.reshape(-1)))
     return pieces
-
-
-def _piece(
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-    chunk_shape: tuple[int, ...],
-    strides: Sequence[int],
-) -> RawPiece:
-    rows = np.full((), sum(o * s for o, s in zip(offset, strides, strict=True)), np.int64)
-    for n, c, stride in zip(shape, chunk_shape, strides, strict=True):
-        rows = rows[..., None] + np.arange(n // c, dtype=np.int64) * c * stride
-    return RawPiece(offset, shape, chunk_shape, rows.reshape(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +105,7 @@ class RunTables:
     def __init__(self) -> None:
         self._kinds: list[str] = []
         self._values: list[JsonValue] = []
-        self._extra: dict[int, Mapping[str, JsonValue]] = {}
+        self._extra: dict[int, Facts] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._tied: dict[int, int] = {}
         self._owners: list[int] = []
@@ -128,7 +122,7 @@ class RunTables:
         self,
         kind: str,
         value: JsonValue = None,
-        extra: Mapping[str, JsonValue] | None = None,
+        extra: Facts | None = None,
         pieces: Sequence[Piece] = (),
     ) -> None:
         """Add the next leaf: a scalar, or one whose arrays have just been added."""
@@ -146,9 +140,7 @@ class RunTables:
             return
         self.add_value(np.frombuffer(value, np.uint8), {"python": "bytes"})
 
-    def add_value(
-        self, array: np.ndarray[Any, Any], extra: Mapping[str, JsonValue] | None = None
-    ) -> None:
+    def add_value(self, array: np.ndarray[Any, Any], extra: Facts | None = None) -> None:
         """Add an array whose values the metadata contains, as the next leaf."""
         spec = array_spec(array.shape, array.dtype.name)
         chunk_shape = tuple(max(1, n) for n in array.shape)
@@ -160,11 +152,7 @@ class RunTables:
         self.add_leaf("numpy", extra=extra)
 
     def add_array(
-        self,
-        kind: str,
-        dtype: str,
-        runs: Sequence[Run],
-        extra: Mapping[str, JsonValue] | None = None,
+        self, kind: str, dtype: str, runs: Sequence[Run], extra: Facts | None = None
     ) -> Sequence[Piece]:
         """Add an array that is tiled by the runs, as the next leaf; return its pieces."""
         pieces: list[Piece] = []
@@ -181,9 +169,7 @@ class RunTables:
         self.add_leaf(kind, extra=extra, pieces=pieces)
         return pieces
 
-    def add_tied(
-        self, kind: str, pieces: Sequence[Piece], extra: Mapping[str, JsonValue] | None
-    ) -> None:
+    def add_tied(self, kind: str, pieces: Sequence[Piece], extra: Facts | None) -> None:
         """Add an array that shares the pieces of an earlier one, as the next leaf."""
         own = [Piece(piece.offset, len(self._specs) + n) for n, piece in enumerate(pieces)]
         for tied, piece in zip(own, pieces, strict=True):
@@ -192,10 +178,8 @@ class RunTables:
             self._specs.append(self._specs[piece.array])
         self.add_leaf(kind, extra=extra, pieces=own)
 
-    def add_refused(
-        self, kind: str, spec: ArraySpec, error: AsyncCheckpointError, nbytes: int
-    ) -> None:
-        """Add an unreadable array, not empty, as the next leaf; restoring it raises `error`."""
+    def add_refused(self, spec: ArraySpec, error: AsyncCheckpointError, nbytes: int) -> None:
+        """Add an unreadable tensor, not empty, as the next leaf; restoring it raises `error`."""
 
         def refuse(_: Sequence[Bytes], __: int) -> Bytes:
             raise copy.copy(error)
@@ -204,7 +188,7 @@ class RunTables:
         self._refused[len(self._specs)] = error
         self._inline[self._row_count] = b""  # nothing is read before `refuse` raises
         self._add_array(storage, -1, np.zeros(1, np.int64), nbytes)
-        self.add_leaf(kind)
+        self.add_leaf("torch")
 
     def open(
         self,
