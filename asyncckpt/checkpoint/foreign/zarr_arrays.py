@@ -127,11 +127,9 @@ def make_checkpoint(
             with located(files):
                 storages.append(_storage(array))
         specs.append(numbers[key])
-    table = ArrayTable([a.name for a in arrays], specs)
     nbytes_of = {path: n for listing in listings for path, n in listing.nbytes_of.items()}
     stored_files = tuple(FileInfo(path, n, None) for path, n in sorted(nbytes_of.items()))
-    _check_chunk_count(files, arrays, storages, table)
-    return OpenCheckpoint(
+    opened = OpenCheckpoint(
         files=files,
         format=format,
         tree=structure,
@@ -140,7 +138,7 @@ def make_checkpoint(
             [value for _, value, _ in rows],
             {row: extra for row, (_, _, extra) in enumerate(rows) if extra},
         ),
-        arrays=table,
+        arrays=ArrayTable([array.name for array in arrays], specs),
         storages=tuple(storages),
         stored_files=stored_files,
         read_extents=partial(read_extents, arrays),
@@ -151,6 +149,8 @@ def make_checkpoint(
         database=database,
         notes=tuple(notes),
     )
+    _check_chunk_count(arrays, opened)
+    return opened
 
 
 def _storage(array: FoundArray) -> Storage:
@@ -174,26 +174,19 @@ def _driver(array: FoundArray) -> str:
     return "zarr" if array.document.endswith(zarr2.METADATA_NAME) else "zarr3"
 
 
-def _check_chunk_count(
-    files: CheckpointFiles,
-    arrays: Sequence[FoundArray],
-    storages: Sequence[Storage],
-    table: ArrayTable,
-) -> None:
+def _check_chunk_count(arrays: Sequence[FoundArray], opened: OpenCheckpoint) -> None:
     """Check that there are not many more chunks than keys, to bound the table of extents."""
-    counts = [storage.grid.chunk_count for storage in storages]
-    claimed = sum(counts[spec] for spec in table.spec)
     keys = sum(len(table.places) for table in {array.table for array in arrays})
     in_files = any(array.table.is_directory for array in arrays)
     unstored = UNSTORED_FILES if in_files else UNSTORED_CHUNKS
-    if claimed > keys + unstored:
-        worst = max(range(len(arrays)), key=lambda n: counts[table.spec[n]])
+    if opened.row_count > keys + unstored:
+        worst = max(arrays, key=lambda array: array.zarr.grid.chunk_count)
         raise damaged(
-            files,
-            arrays[worst].document,
-            f"the arrays claim {claimed} chunks, of which at most {keys} are stored; array "
-            f"{arrays[worst].name!r} alone claims {counts[table.spec[worst]]}; the metadata is "
+            opened.files,
+            worst.document,
+            f"the arrays claim {opened.row_count} chunks, of which at most {keys} are stored; "
+            f"array {worst.name!r} alone claims {worst.zarr.grid.chunk_count}; the metadata is "
             f"damaged or hostile, up to {unstored} chunks may be missing",
             expected=keys + unstored,
-            found=claimed,
+            found=opened.row_count,
         )
