@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,80 +122,67 @@ class LocalFiles:
         nbytes = sum([buffer.size for buffer in buffers])
         with contextlib.ExitStack() as stack:
             fd = stack.enter_context(self._opened(path))
-            past: _PastCache | None = None
+            past = None
             bypass = not how.shared and nbytes >= PAST_CACHE_MIN_NBYTES
             if bypass and not cached(fd, offset, nbytes):
-                past = stack.enter_context(self._past_cache(path))
+                past = self._past_cache(path, stack)
             if how.fresh and self._slow_to_touch:
                 for buffer in buffers:
                     if buffer.size >= PAST_CACHE_MIN_NBYTES:
                         use_small_pages(buffer)
-            touch_s = self._fill(fd, path, past, buffers, offset, offset + nbytes, how.check)
+            touch_s = 0.0  # CPU time, without `check`
+            views = [buffer for buffer in buffers if buffer.size]
+            first, at, end = 0, offset, offset + nbytes
+            while first < len(views):
+                step = views[first : first + BUFFERS_PER_CALL]
+                if how.check is not None or past is not None:
+                    step = list(_first(step, CACHED_NBYTES))
+                since = time.thread_time()
+                count = 0 if past is None else past.copy(step, at, end)
+                count = count or os.preadv(fd, step, at)
+                touch_s += time.thread_time() - since
+                if count == 0:
+                    size = os.fstat(fd).st_size
+                    raise CorruptCheckpointError(
+                        f"{self._full(path)}: the file ends at byte {size}, expected bytes "
+                        f"{offset} to {end}; it is truncated: use another checkpoint",
+                        file=path,
+                        offset=at,
+                        location=self.location,
+                        expected=end,
+                        found=size,
+                    )
+                at += count
+                while first < len(views) and count >= views[first].size:
+                    count -= views[first].size
+                    first += 1
+                if count:
+                    views[first] = views[first][count:]
+                if how.check is not None:
+                    how.check(at - offset)
         # A short read is mostly the system call.
         if how.fresh and nbytes >= PAST_CACHE_MIN_NBYTES and touch_s > SLOW_TOUCH_S * nbytes / MIB:
             self._slow_to_touch = True
 
-    def _fill(
-        self,
-        fd: int,
-        path: str,
-        past: _PastCache | None,
-        buffers: Sequence[Bytes],
-        offset: int,
-        end: int,
-        check: Callable[[int], None] | None,
-    ) -> float:
-        """Fill the buffers; return the CPU time of that in seconds, without `check`."""
-        touch_s = 0.0
-        views = [buffer for buffer in buffers if buffer.size]
-        first, at = 0, offset
-        while first < len(views):
-            step = views[first : first + BUFFERS_PER_CALL]
-            if check is not None or past is not None:
-                step = list(_first(step, CACHED_NBYTES))
-            since = time.thread_time()
-            count = 0 if past is None else past.copy(step, at, end)
-            count = count or os.preadv(fd, step, at)
-            touch_s += time.thread_time() - since
-            if count == 0:
-                raise CorruptCheckpointError(
-                    f"{self._full(path)}: the file ends at byte {os.fstat(fd).st_size}, expected "
-                    f"bytes {offset} to {end}; it is truncated: use another checkpoint",
-                    file=path,
-                    offset=at,
-                    location=self.location,
-                    expected=end,
-                    found=os.fstat(fd).st_size,
-                )
-            at += count
-            while first < len(views) and count >= views[first].size:
-                count -= views[first].size
-                first += 1
-            if count:
-                views[first] = views[first][count:]
-            if check is not None:
-                check(at - offset)
-        return touch_s
+    def _past_cache(self, path: str, stack: contextlib.ExitStack) -> _PastCache | None:
+        """Return a direct reader of the file until `stack` is closed.
 
-    @contextlib.contextmanager
-    def _past_cache(self, path: str) -> Iterator[_PastCache | None]:
-        """Yield a direct reader of the file; None if its file system refuses direct reads."""
-        with contextlib.ExitStack() as stack:
-            flags = os.O_DIRECT if sys.platform != "darwin" else 0
+        None if the file system refuses direct reads.
+        """
+        flags = os.O_DIRECT if sys.platform != "darwin" else 0
+        try:
+            fd = stack.enter_context(self._opened(path, flags))
+        except OSError as error:
+            if error.errno not in NO_DIRECT_IO:
+                raise
+            return None
+        with allocating(BOUNCE_NBYTES):
             try:
-                fd = stack.enter_context(self._opened(path, flags))
-            except OSError as error:
-                if error.errno not in NO_DIRECT_IO:
-                    raise
-                yield None
-                return
-            with allocating(BOUNCE_NBYTES):
-                try:
-                    buffer = self._bounces.pop()
-                except IndexError:
-                    buffer = AnonymousMemory().allocate(BOUNCE_NBYTES)
-            stack.callback(self._bounces.append, buffer)
-            yield _PastCache(fd, buffer)
+                buffer = self._bounces.pop()
+            except IndexError:
+                buffer = AnonymousMemory().allocate(BOUNCE_NBYTES)
+        stack.callback(self._bounces.append, buffer)
+        return _PastCache(fd, buffer)
 
     async def entries(self, path: str = "", *, max_entries: int) -> list[Entry]:
         """List a directory, or the one file at `path`. As `CheckpointFiles.entries`."""
