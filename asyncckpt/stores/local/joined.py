@@ -13,7 +13,7 @@ import os
 from asyncckpt.stores.local.locks import leads_to
 from asyncckpt.stores.local.owners import has_mark, make_owner_file
 from asyncckpt.stores.local.posix import Descriptor, listing
-from asyncckpt.stores.local.sweep import epochs
+from asyncckpt.stores.local.sweep import EPOCH
 from asyncckpt.stores.local.tree import AttemptTree
 from asyncckpt.stores.paths import Layout, clipped
 
@@ -73,9 +73,10 @@ class LocalJoinedAttempt(AttemptTree):
 
 def _attempts(layout: Layout, name: str) -> list[str]:
     """Return the possible paths of the attempt; listing makes NFS look for new names."""
+    epochs = filter(EPOCH.fullmatch, listing(layout.control))
     return [
-        os.path.join(epoch, this)
-        for epoch in epochs(layout)
-        for this in listing(epoch)
+        os.path.join(directory, this)
+        for directory in [os.path.join(layout.control, epoch) for epoch in epochs]
+        for this in listing(directory)
         if this == name or (this.startswith(f"{name}.") and this[len(name) + 1 :].isdecimal())
     ]

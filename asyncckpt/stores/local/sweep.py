@@ -71,7 +71,7 @@ from asyncckpt.stores.local.posix import (
 )
 from asyncckpt.stores.paths import FENCED, OWNER_SUFFIX, Layout, check_name
 
-_EPOCH = re.compile(r"epoch-[0-9]+")
+EPOCH = re.compile(r"epoch-[0-9]+")
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -192,42 +192,33 @@ def collect(layout: Layout, older_than_s: float, *, dry_run: bool) -> list[str]:
         StoreError: a flush failed, or another process replaces or deletes here.
         OSError: removing one of them failed; all others were removed.
     """
+
+    def lock_old(path: str, held: contextlib.ExitStack, _: bool) -> bool:
+        """Lock an old leftover until `held` is closed; return whether it may be removed.
+
+        A replaced checkpoint whose successor never arrived is put back.
+        """
+        if time.time() - _written_s(path) < older_than_s:
+            return False
+        try:
+            fd = held.enter_context(opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+        except FileNotFoundError:
+            # Owner files without a directory, unless another process has just removed them, too.
+            owners = list(owner_files(path))
+            left = any(map(os.path.lexists, (path + OWNER_SUFFIX, *owners)))
+            return left and not any(map(is_locked, owners))
+        except NotADirectoryError:  # not made by this library
+            return False
+        held.callback(unlock, fd)
+        if try_lock(fd) is False or not leads_to(path, fd):
+            return False
+        if any(map(is_locked, owner_files(path))):
+            return False
+        return not put_back(layout, path, dry_run=dry_run)
+
     found = collect_notes(layout, older_than_s, dry_run=dry_run)
-    is_dead = partial(_lock_old, layout, older_than_s, dry_run=dry_run)
-    _clear(layout, _leftovers(layout), found, is_dead, dry_run=dry_run)
+    _clear(layout, _leftovers(layout), found, lock_old, dry_run=dry_run)
     return found
-
-
-def _lock_old(
-    layout: Layout,
-    older_than_s: float,
-    path: str,
-    held: contextlib.ExitStack,
-    alone: bool,
-    *,
-    dry_run: bool,
-) -> bool:
-    """Lock an old leftover until `held` is closed; return whether it may be removed.
-
-    A replaced checkpoint whose successor never arrived is put back.
-    """
-    if time.time() - _written_s(path) < older_than_s:
-        return False
-    try:
-        fd = held.enter_context(opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
-    except FileNotFoundError:
-        # Owner files without a directory, unless another process has just removed them, too.
-        owners = list(owner_files(path))
-        left = any(map(os.path.lexists, (path + OWNER_SUFFIX, *owners)))
-        return left and not any(map(is_locked, owners))
-    except NotADirectoryError:  # not made by this library
-        return False
-    held.callback(unlock, fd)
-    if try_lock(fd) is False or not leads_to(path, fd):
-        return False
-    if any(map(is_locked, owner_files(path))):
-        return False
-    return not put_back(layout, path, dry_run=dry_run)
 
 
 def _written_s(path: str) -> float:
@@ -276,7 +267,7 @@ def _leftovers(layout: Layout) -> list[str]:
         return []
     for name in names:
         path = os.path.join(layout.control, name)
-        if _EPOCH.fullmatch(name) or name.startswith(FENCED):
+        if EPOCH.fullmatch(name) or name.startswith(FENCED):
             paths += [os.path.join(path, attempt) for attempt in listing(path)]
         elif name.startswith(("trash-", "old-")):
             paths.append(path)
@@ -290,15 +281,6 @@ def _leftovers(layout: Layout) -> list[str]:
             if directory == path or not os.path.lexists(directory)
         )
     )
-
-
-def epochs(layout: Layout) -> list[str]:
-    """Return the paths of the epoch directories that were not taken away."""
-    return [
-        os.path.join(layout.control, name)
-        for name in listing(layout.control)
-        if _EPOCH.fullmatch(name)
-    ]
 
 
 def put_back(layout: Layout, old: str, *, dry_run: bool = False) -> bool:
