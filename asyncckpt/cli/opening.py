@@ -261,11 +261,7 @@ def check_removable(run: Opened, step: int, location: str) -> None:
 
 def last_claim(run: Opened) -> Claim | None:
     """Return the last readable claim of a run; None if it was never claimed."""
-
-    async def last(store: Store) -> Claim | None:
-        return next(reversed(await store.claims()), None)
-
-    return run.at_store(last)
+    return next(reversed(run.at_store(lambda store: store.claims())), None)
 
 
 # -- on the engine
