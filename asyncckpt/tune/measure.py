@@ -14,11 +14,11 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
-from asyncckpt.arguments import guarded, progress_notes
+from asyncckpt.arguments import ProgressCallback, guarded, progress_notes
 from asyncckpt.errors import StoreError, UsageError
 from asyncckpt.flow.driver import check_loop
 from asyncckpt.flow.shield import cleaned_up, mapped, to_completion, uninterrupted
@@ -58,7 +58,7 @@ async def tune(
     max_s: float = MAX_S,
     host_memory_nbytes: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> TuneReport:
     """Measure an object store, and recommend sizes and concurrency for it.
 
@@ -131,6 +131,7 @@ POLICY = dataclasses.replace(RequestPolicy(), hedge_share=0.0, hedge_burst=0.0)
 """Policy of saves and restores, without hedges."""
 
 
+@dataclass(eq=False, repr=False)
 class Measurement:
     """One measurement, on the event loop of its requests.
 
@@ -142,34 +143,29 @@ class Measurement:
         UsageError: `max_nbytes` is too small for any point.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        *,
-        max_nbytes: int,
-        max_s: float,
-        budget_nbytes: int,
-        body: Callable[[int], Coroutine[Any, Any, bytes]],
-        progress: Callable[[Progress], None] | None = None,
-    ) -> None:
-        self._requests = requests
-        self._max_s = max_s
-        self._body = body
-        self._progress = progress
+    requests: Requests
+    _: KW_ONLY
+    max_nbytes: int
+    max_s: float
+    budget_nbytes: int
+    body: Callable[[int], Coroutine[Any, Any, bytes]]
+    progress: ProgressCallback | None = None
+
+    def __post_init__(self) -> None:
         self._below = f"asyncckpt-tune-{uuid.uuid4().hex}"
-        self.prefix = requests.location(self._below)
-        copies = max(requests.traits.put_copies, requests.traits.get_copies)
-        self.planned = grid(max_nbytes - SMALL_MOVED_NBYTES, budget_nbytes, copies)
+        self.prefix = self.requests.location(self._below)
+        copies = max(self.requests.traits.put_copies, self.requests.traits.get_copies)
+        self.planned = grid(self.max_nbytes - SMALL_MOVED_NBYTES, self.budget_nbytes, copies)
         self._planned_nbytes = SMALL_MOVED_NBYTES
         self._planned_nbytes += sum(point.moved_nbytes for point in self.planned)
         self._moved_nbytes = 0
         self._points: list[TunePoint] = []
         if not self.planned:
             raise UsageError(
-                f"max_nbytes={max_nbytes}: the smallest measurement moves more "
+                f"max_nbytes={self.max_nbytes}: the smallest measurement moves more "
                 f"({nbytes_text(_SMALLEST)}); allow more bytes, or more memory",
                 expected=_SMALLEST,
-                found=max_nbytes,
+                found=self.max_nbytes,
             )
 
     async def run(self) -> TuneReport:
@@ -188,19 +184,18 @@ class Measurement:
         points = self._points
         latencies = (0.0, 0.0)
         try:
-            async with asyncio.timeout(self._max_s):
+            async with asyncio.timeout(self.max_s):
                 latencies = await self._small()
                 for number, planned in enumerate(self.planned):
                     # A point starts only if it can end in time at the best rate so far.
                     best = max((point.nbytes_per_s for point in points), default=math.inf)
-                    left_s = begun_s + self._max_s - time.perf_counter()
+                    left_s = begun_s + self.max_s - time.perf_counter()
                     if planned.moved_nbytes / best <= left_s:
                         await self._point(f"{self._below}/{number}", planned)
         except TimeoutError:
             if not any(point.direction == "get" for point in points):
                 raise StoreError(
-                    f"{self.prefix}: nothing was measured within {self._max_s:g} s; "
-                    "allow more time",
+                    f"{self.prefix}: nothing was measured within {self.max_s:g} s; allow more time",
                     retryable=True,
                     location=self.prefix,
                 ) from None
@@ -208,13 +203,13 @@ class Measurement:
         notes: tuple[str, ...] = ()
         if done < len(self.planned):
             notes = (
-                f"{done} of {len(self.planned)} points were measured within {self._max_s:g} s; "
+                f"{done} of {len(self.planned)} points were measured within {self.max_s:g} s; "
                 "allow more time for the others",
             )
         chosen = recommend(points, "put")
         return TuneReport(
-            location=self._requests.url,
-            client=self._requests.traits.name,
+            location=self.requests.url,
+            client=self.requests.traits.name,
             put_latency_s=latencies[0],
             get_latency_s=latencies[1],
             points=tuple(points),
@@ -230,31 +225,31 @@ class Measurement:
 
     async def _small(self) -> tuple[float, float]:
         """Return the latencies of writing and reading, in seconds."""
-        body = await self._body(SMALL_NBYTES)
+        body = await self.body(SMALL_NBYTES)
         for number in range(SMALL_REQUESTS):
-            sent = await self._requests.put(partial(retried, f"{self._below}/small-{number}"), body)
-            await self._requests.get(sent.key, 0, SMALL_NBYTES)
+            sent = await self.requests.put(partial(retried, f"{self._below}/small-{number}"), body)
+            await self.requests.get(sent.key, 0, SMALL_NBYTES)
             self._moved(2 * SMALL_NBYTES)
-        put, get = self._requests.controllers["put"], self._requests.controllers["get"]
+        put, get = self.requests.controllers["put"], self.requests.controllers["get"]
         return put.estimate.latency_s, get.estimate.latency_s
 
     async def _point(self, key: str, point: GridPoint) -> None:
         """Measure one point in both directions, and delete its objects."""
         # One body for all objects, to measure the link, not the memory. Its bytes are random, so
         # that stores and proxies that compress do not look faster than they are.
-        body = await self._body(point.nbytes)
+        body = await self.body(point.nbytes)
         keys: list[str] = []
 
         async def put(number: int) -> None:
-            sent = await self._requests.put(partial(retried, f"{key}-{number}"), body)
+            sent = await self.requests.put(partial(retried, f"{key}-{number}"), body)
             keys.append(sent.key)
 
         async def get(number: int) -> None:
-            await self._requests.fill(keys[number], _Discarded(stop=point.nbytes))
+            await self.requests.fill(keys[number], _Discarded(stop=point.nbytes))
 
         await self._direction("put", point, put)
         await self._direction("get", point, get)
-        await self._requests.delete(keys)
+        await self.requests.delete(keys)
 
     async def _direction(
         self,
@@ -263,7 +258,7 @@ class Measurement:
         request: Callable[[int], Coroutine[Any, Any, None]],
     ) -> None:
         """Measure the total throughput of a point's streams while all are busy."""
-        self._requests.fix_streams(direction, point.streams)
+        self.requests.fix_streams(direction, point.streams)
 
         async def timed(number: int) -> float:
             begun_s = time.perf_counter()
@@ -280,8 +275,8 @@ class Measurement:
     async def _remove(self) -> None:
         """Delete everything below the prefix, including objects whose responses were lost."""
         try:
-            while found := await self._requests.list(self._below, recursive=True, limit=1000):
-                await self._requests.delete([entry.key for entry in found])
+            while found := await self.requests.list(self._below, recursive=True, limit=1000):
+                await self.requests.delete([entry.key for entry in found])
         except RequestError as error:
             raise StoreError(
                 f"{self.prefix}: the objects that tune wrote could not be removed "
@@ -292,8 +287,8 @@ class Measurement:
 
     def _moved(self, nbytes: int) -> None:
         self._moved_nbytes += nbytes
-        if self._progress is not None:
-            self._progress(Progress("tune", self._moved_nbytes, self._planned_nbytes))
+        if self.progress is not None:
+            self.progress(Progress("tune", self._moved_nbytes, self._planned_nbytes))
 
 
 @dataclass(slots=True)
