@@ -157,17 +157,13 @@ def metadata_names() -> Names:
         return shapes.setdefault(shape, shape)
 
     module = "torch.distributed.checkpoint.metadata"
+    tensors = TensorStorageMetadata, ChunkStorageMetadata, TensorProperties
+    stubs = Metadata, *tensors, BytesStorageMetadata, MetadataIndex, StorageMeta
     older = "torch.distributed._shard.sharded_tensor.metadata"  # of torch 2.2 and earlier
     paths = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     return {
         **_DTYPE_NAMES,
-        (module, "Metadata"): Metadata,
-        (module, "TensorStorageMetadata"): TensorStorageMetadata,
-        (module, "BytesStorageMetadata"): BytesStorageMetadata,
-        (module, "ChunkStorageMetadata"): ChunkStorageMetadata,
-        (module, "TensorProperties"): TensorProperties,
-        (module, "MetadataIndex"): MetadataIndex,
-        (module, "StorageMeta"): StorageMeta,
+        **{(module, stub.__name__): stub for stub in stubs},
         (module, "_MEM_FORMAT_ENCODING"): _nothing,
         (older, "TensorProperties"): TensorProperties,
         (older, "MEM_FORMAT_ENCODING"): _nothing,
