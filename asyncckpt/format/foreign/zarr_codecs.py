@@ -81,14 +81,9 @@ def make_codec(
         checked |= inner.verifies and shards.index_crc32c
         axes = chain.order or range(len(shape))
         element = np.frombuffer(fill or bytes(ITEMSIZES[dtype]), f"V{ITEMSIZES[dtype]}")
-        unshard = partial(
-            _unshard,
-            shards=shards,
-            codec=inner,
-            shape=[shape[axis] for axis in axes],
-            fill=element,
-            stored=None if stored is None else [stored[axis] for axis in axes],
-        )
+        own = [shape[axis] for axis in axes]
+        required = None if stored is None else [stored[axis] for axis in axes]
+        unshard = partial(_unshard, shards, inner, own, element, required)
 
     def decode(parts: Sequence[Bytes], nbytes: int) -> Bytes:
         data = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -165,12 +160,12 @@ def decode_shard_index(
 
 
 def _unshard(
-    data: Bytes,
     shards: Shards,
     codec: Codec,
     shape: Sequence[int],
     fill: npt.NDArray[np.void],
     stored: Sequence[int] | None,
+    data: Bytes,
 ) -> Bytes:
     """Return the elements of a whole shard, whose chunks `codec` decodes.
 
