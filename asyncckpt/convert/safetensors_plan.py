@@ -141,9 +141,7 @@ def plan_files(target: Target, reader: LeafReader, snapshot: Snapshot) -> FilesP
     for number, spec in specs.items():
         _check_dtype(snapshot.paths[snapshot.array_leaf[number]], spec.dtype)
     files = _share(specs, target.max_file_nbytes)
-    texts = _metadata(
-        snapshot, leaf_names, {**reader.opened.metadata, **target.metadata}, reader.opened.metrics
-    )
+    texts = _metadata(target, reader, snapshot, leaf_names)
     names = _file_names(len(files), None if target.max_file_nbytes else target.name)
     # Stores without positional writes need each file in order, even if chunks are read repeatedly.
     scattered = target.store.capabilities.positional_writes
@@ -222,11 +220,9 @@ def _file_names(count: int, single: str | None) -> list[str]:
 
 
 def _metadata(
-    snapshot: Snapshot,
-    names: Sequence[str],
-    metadata: Mapping[str, object],
-    metrics: Mapping[str, float],
+    target: Target, reader: LeafReader, snapshot: Snapshot, names: Sequence[str]
 ) -> dict[str, str]:
+    metadata = {**reader.opened.metadata, **target.metadata}
     tensors: list[str | None] = [None] * len(names)
     texts = {key: text for key, text in metadata.items() if isinstance(text, str)}
     for number, leaf in enumerate(snapshot.array_leaf):
@@ -238,7 +234,7 @@ def _metadata(
     # The tree holds the user's strings, too, so those under reserved keys are not lost.
     texts = {key: text for key, text in texts.items() if key.partition(".")[0] != TREE_KEY}
     leaves = LeafTable(snapshot.kinds, snapshot.values, snapshot.extra, {})
-    tree = SavedTree(snapshot.structure, leaves, tensors, dict(metadata), dict(metrics))  # type: ignore[arg-type]
+    tree = SavedTree(snapshot.structure, leaves, tensors, metadata, reader.opened.metrics)
     return texts | {FRAMEWORK_KEY: "pt"} | encode_tree(tree)
 
 
