@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,9 @@ PADDING_DIVISOR = 50
 CHUNKS_PER_TARGET = 4
 """Maximum number of chunks per (bytes / target + distinct shards)."""
 
-Lengths = Callable[[int, int], Iterator[int]]
+Lengths = Callable[[int, int], tuple[Iterable[int], Iterable[int]]]
+"""Length of an axis and the rows that fit a target -> the lengths of cells that may cut the axis:
+those that fit, longest first, then the others, shortest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Limits:
 
 def cut_freely(limits: Limits) -> tuple[int, ...]:
     """Return a chunk shape for an array that may be cut anywhere."""
-    chunk = _first_allowed(limits, limits.shape, _even_lengths, _even_excess)
+    chunk = _first_allowed(limits, limits.shape, _even_lengths)
     # The last candidate takes all rows along the axis: no padding, few chunks (< bytes / target).
     assert chunk is not None
     return chunk
@@ -58,39 +61,39 @@ def cut_freely(limits: Limits) -> tuple[int, ...]:
 
 def cut_exactly(limits: Limits, cell: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return a chunk shape that divides the cell exactly; None if none is within the limits."""
-    return _first_allowed(limits, cell, _exact_lengths, _exact_excess)
+    return _first_allowed(limits, cell, _exact_lengths)
 
 
 def _first_allowed(
-    limits: Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
+    limits: Limits, cell: tuple[int, ...], lengths: Lengths
 ) -> tuple[int, ...] | None:
     """Return the best chunk shape within the limits that subdivides `cell`."""
     if not cell:
         return cell
-    chunks = _chunk_shapes(limits, cell, lengths, excess)
+    chunks = _chunk_shapes(limits, cell, lengths)
     return next((chunk for chunk in chunks if limits.tight(chunk) and limits.few(chunk)), None)
 
 
 def _chunk_shapes(
-    limits: Limits, cell: tuple[int, ...], lengths: Lengths, excess: Lengths
+    limits: Limits, cell: tuple[int, ...], lengths: Lengths
 ) -> Iterator[tuple[int, ...]]:
     """Yield chunk shapes that subdivide `cell`, best first."""
     if limits.itemsize * math.prod(cell) <= limits.target:
         yield cell
     axis, rows = cut_axis(cell, limits.itemsize, limits.target)
     lead, tail = (1,) * axis, cell[axis + 1 :]
-    shorter = ((*lead, length, *tail) for length in lengths(cell[axis], rows))
+    fitting, excess = lengths(cell[axis], rows)
+    shorter = ((*lead, length, *tail) for length in fitting)
     # Each shape makes more chunks than the previous one.
     yield from itertools.takewhile(limits.few, shorter)
     if tail:
         # If a few large rows do not divide evenly, take all of them and cut along a later axis.
         later, rows_later = cut_axis(cell, limits.itemsize * cell[axis], limits.target, axis + 1)
         inner = (*lead, cell[axis], *((1,) * (later - axis - 1)))
-        shorter = (
-            (*inner, length, *cell[later + 1 :]) for length in lengths(cell[later], rows_later)
-        )
+        fitting, _ = lengths(cell[later], rows_later)
+        shorter = ((*inner, length, *cell[later + 1 :]) for length in fitting)
         yield from itertools.takewhile(limits.few, shorter)
-    for length in excess(cell[axis], rows):
+    for length in excess:
         yield (*lead, length, *tail)
 
 
@@ -103,21 +106,12 @@ def cut_axis(cell: tuple[int, ...], unit: int, target: int, first: int = 0) -> t
     return len(cell) - 1, 1
 
 
-def _even_lengths(n: int, most: int) -> Iterator[int]:
-    """Yield lengths up to `most` that cut `n` evenly, the longest first."""
-    parts = -(-n // most)
-    while True:
-        length = -(-n // parts)
-        yield length
-        if length == 1:
-            return
-        parts = -(-n // (length - 1))
-
-
-def _even_excess(n: int, most: int) -> Iterator[int]:
-    """Yield lengths above `most` that cut `n` evenly, the shortest first."""
-    for parts in range(-(-n // most) - 1, 0, -1):
-        yield -(-n // parts)
+def _even_lengths(n: int, most: int) -> tuple[Iterator[int], Iterator[int]]:
+    """Return the lengths that cut `n` evenly."""
+    fewest = -(-n // most)
+    shorter = itertools.groupby(-(-n // parts) for parts in range(fewest, n + 1))
+    longer = (-(-n // parts) for parts in range(fewest - 1, 0, -1))
+    return (length for length, _ in shorter), longer
 
 
 def divisors(n: int) -> list[int]:
@@ -126,12 +120,11 @@ def divisors(n: int) -> list[int]:
     return sorted({*low.tolist(), *(n // low).tolist()})
 
 
-def _exact_lengths(n: int, most: int) -> Iterator[int]:
-    return (length for length in reversed(divisors(n)) if length <= most)
-
-
-def _exact_excess(n: int, most: int) -> Iterator[int]:
-    return (length for length in divisors(n) if length > most)
+def _exact_lengths(n: int, most: int) -> tuple[list[int], list[int]]:
+    """Return the lengths that divide `n`."""
+    found = divisors(n)
+    fit = bisect.bisect_right(found, most)
+    return found[:fit][::-1], found[fit:]
 
 
 def dense_cell(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...]:
