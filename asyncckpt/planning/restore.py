@@ -251,19 +251,17 @@ def _parts(stored: StoredArrays, requests: Requests) -> tuple[Column, Column, Co
         wanted = wanted * len(boxes) + box_of
     codes, want_of = np.unique(wanted, return_inverse=True)
     wants, numbers = np.divmod(codes, max(1, len(boxes)))
-    found: list[tuple[Column, Column, Column]] = []
-    sizes: list[Column] = []
+    found: list[tuple[Column, Column, Column, Column]] = []
     for want in np.unique(wants).tolist():
         grid, itemsize, compressed = stored.kinds[want >> 1]
         own = [boxes[number] for number in numbers[wants == want].tolist()]
-        size, *columns = _overlaps(grid, itemsize, own, bool(want & 1) and not compressed)
-        found.append((columns[0], columns[1], columns[2]))
-        sizes.append(size)
-    counts_of = np.concatenate([np.zeros(0, np.int64), *sizes])
+        found.append(_overlaps(grid, itemsize, own, bool(want & 1) and not compressed))
+    counts_of = np.concatenate([np.zeros(0, np.int64), *(counts for counts, *_ in found)])
     base_of = np.cumsum(counts_of) - counts_of
     request, place = expanded(counts_of[want_of])
     at = base_of[want_of][request] + place
-    rows, direct, nbytes = np.hstack([np.zeros((3, 0), np.int64), *found])[:, at]
+    columns = np.hstack([np.zeros((3, 0), np.int64), *(own for _, *own in found)])
+    rows, direct, nbytes = columns[:, at]
     return stored.first_row[array][request] + rows, request, direct, nbytes
 
 
