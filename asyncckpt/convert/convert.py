@@ -13,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Unpack
 
 from asyncckpt.arguments import (
     ConvertArguments,
     Location,
+    ProgressCallback,
     checked_metadata,
     completed,
     documented,
@@ -41,7 +42,7 @@ from asyncckpt.flow.shield import within
 from asyncckpt.log import logger
 from asyncckpt.options import GIB, MAX_ENTRIES, SaveOptions
 from asyncckpt.ports import CheckpointFiles
-from asyncckpt.reports import ConvertReport, Progress, nbytes_text
+from asyncckpt.reports import ConvertReport, nbytes_text
 from asyncckpt.save.commit import DATABASE
 from asyncckpt.stores.objects.clients.opening import fsspec_options
 
@@ -126,7 +127,7 @@ async def _run(
     metadata: Mapping[str, Any] | None,
     options: SaveOptions | None,
     storage_options: Mapping[str, Any] | None,
-    progress: Callable[[Progress], None] | None,
+    progress: ProgressCallback | None,
 ) -> ConvertReport:
     check_loop()
     form, max_file_nbytes = format_of(destination, to, max_file_nbytes)

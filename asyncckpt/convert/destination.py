@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asyncckpt.arguments import ProgressCallback
 from asyncckpt.errors import UsageError
 from asyncckpt.format.foreign.safetensors import SUFFIX
 from asyncckpt.options import GIB, SaveOptions
 from asyncckpt.ports import Store
-from asyncckpt.reports import Progress
 from asyncckpt.runtime import Runtime
 
 Format = Literal["asyncckpt", "safetensors"]
@@ -89,4 +89,4 @@ class Target:
     options: SaveOptions
     metadata: Mapping[str, Any]
     largest_nbytes: int
-    progress: Callable[[Progress], None] | None
+    progress: ProgressCallback | None

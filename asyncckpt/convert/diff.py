@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -163,7 +163,7 @@ class _Values:
     runtime: Runtime
     bitwise: bool
     streams: int
-    progress: Callable[[Progress], None] | None
+    progress: ProgressCallback | None
 
     async def compare(self, pairs: Sequence[_Pair]) -> None:
         """Add to each pair's `found` how its values differ."""

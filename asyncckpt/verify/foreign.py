@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from asyncckpt.arguments import ProgressCallback
 from asyncckpt.checkpoint.metadata import OpenCheckpoint
 from asyncckpt.errors import CorruptCheckpointError, StoreError
 from asyncckpt.reports import Damage, Progress, VerifyReport
@@ -20,7 +21,7 @@ async def verify_foreign(
     runtime: Runtime,
     opened: OpenCheckpoint,
     step: int | None,
-    progress: Callable[[Progress], None] | None,
+    progress: ProgressCallback | None,
     begun: float,
 ) -> VerifyReport:
     """Read and decode every chunk, and check its checksum if it has one.

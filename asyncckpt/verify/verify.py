@@ -6,12 +6,13 @@ import contextlib
 import posixpath
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from asyncckpt.arguments import ProgressCallback
 from asyncckpt.checkpoint.foreign.listing import concurrently
 from asyncckpt.checkpoint.metadata import OpenCheckpoint, read_index
 from asyncckpt.checkpoint.open import open_any
@@ -39,10 +40,7 @@ DAMAGES_MAX = 1000
 
 
 async def verify_checkpoint(
-    runtime: Runtime,
-    files: CheckpointFiles,
-    step: int | None,
-    progress: Callable[[Progress], None] | None,
+    runtime: Runtime, files: CheckpointFiles, step: int | None, progress: ProgressCallback | None
 ) -> VerifyReport:
     """Read every byte and check it against record, chunk index and B+tree.
 
@@ -67,7 +65,7 @@ class _Verify:
     runtime: Runtime
     opened: OpenCheckpoint
     record: CommitRecord
-    progress: Callable[[Progress], None] | None
+    progress: ProgressCallback | None
 
     def __post_init__(self) -> None:
         self._damages: list[Damage] = []
