@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from asyncckpt.cli import documents, gc, opening, tables, timeline, transfer, tune
+from asyncckpt.arguments import ProgressCallback
+from asyncckpt.cli import documents, gc, opening, tables, transfer, tune
 from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, complain, confirm, print_json
 from asyncckpt.errors import (
@@ -20,7 +21,7 @@ from asyncckpt.errors import (
     UsageError,
 )
 from asyncckpt.format.record import RECORD_NAME
-from asyncckpt.reports import CheckpointInfo, Damage, Progress, VerifyReport, counted, nbytes_text
+from asyncckpt.reports import CheckpointInfo, Damage, VerifyReport, counted, nbytes_text
 from asyncckpt.reports.progress import progress_bar
 from asyncckpt.session.steps import foreign_steps
 from asyncckpt.stores.claims import claim_text
@@ -108,13 +109,13 @@ def show(
     options = storage_options(storage_option)
     info = opening.inspect_location(path, options, timeline=with_timeline)
     if as_json:
-        spans = {"timeline": timeline.spans_document(info.timeline)} if with_timeline else {}
+        spans = {"timeline": documents.timeline(info)} if with_timeline else {}
         print_json({**documents.details(info), **spans})
     elif not with_timeline:
         tables.show([tables.heading(info), tables.leaves(info), tables.files(info)])
     elif info.timeline.spans:
-        gantt = timeline.gantt(info.timeline, tables.terminal_width())
-        tables.show([tables.heading(info), gantt])
+        bars = tables.gantt(info.timeline, tables.terminal_width())
+        tables.show([tables.heading(info), bars])
     else:
         typer.echo(f"{tables.printable(info.location)} has no timeline")
 
@@ -203,9 +204,7 @@ def _summary(run: opening.Opened, step: int) -> str:
     return f"{tables.time_text(info)}  {counted(len(info.leaves), 'leaf', 'leaves')}  {size}"
 
 
-def _verified(
-    path: str, options: opening.Options, progress: Callable[[Progress], None]
-) -> list[Verified]:
+def _verified(path: str, options: opening.Options, progress: ProgressCallback) -> list[Verified]:
     try:
         opened, step = opening.open_checkpoint(path, options)
         with opened:
@@ -224,9 +223,7 @@ def _verified(
     return found
 
 
-def _listed_step(
-    run: opening.Opened, step: int, progress: Callable[[Progress], None]
-) -> Verified | None:
+def _listed_step(run: opening.Opened, step: int, progress: ProgressCallback) -> Verified | None:
     """Verify a step of a run; print a message and return None if it was deleted since listed."""
     location = below(run.location, str(step))
     with contextlib.suppress(CheckpointNotFoundError):
@@ -243,7 +240,7 @@ def _listed_step(
 
 
 def _verify(
-    opened: opening.Opened, step: int | None, location: str, progress: Callable[[Progress], None]
+    opened: opening.Opened, step: int | None, location: str, progress: ProgressCallback
 ) -> Verified:
     """Verify a step of a run, or a single checkpoint (None).
 

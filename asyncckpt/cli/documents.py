@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.reports import CheckpointInfo, DiffReport, FileInfo, LeafInfo, VerifyReport
+from asyncckpt.reports import CheckpointInfo, DiffReport, FileInfo, LeafInfo, Span, VerifyReport
 
 _OF_ARRAYS = (
     *("path", "kind", "framework", "dtype", "shape", "chunk_shape", "chunk_count"),
@@ -64,6 +64,12 @@ def verification(report: VerifyReport) -> dict[str, Any]:
     document = dataclasses.asdict(report)
     del document["total_s"]
     return {"ok": report.ok, **document}
+
+
+def timeline(info: CheckpointInfo) -> dict[str, Any]:
+    """Return the JSON of the timeline of a save."""
+    spans = [dict(zip(Span._fields, span, strict=True)) for span in info.timeline.spans]
+    return {"process": info.timeline.process, "spans": spans}
 
 
 def difference(report: DiffReport) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt import Span, Timeline
-from asyncckpt.cli.timeline import gantt
+from asyncckpt.cli.tables import gantt
 from asyncckpt.errors import UsageError
 from asyncckpt.flow.recorder import Recorder
 from asyncckpt.format.crc import crc32c
