@@ -25,6 +25,7 @@ from asyncckpt.reports import (
     rate_text,
 )
 from asyncckpt.reports.timeline import Stage
+from asyncckpt.tree.names import escape_keys
 
 STYLED_ROWS = 2000
 """Maximum number of rows laid out by rich, which takes a third of a millisecond per row."""
@@ -262,11 +263,10 @@ def _branch(node: Any, label: str, depth: int) -> Iterator[Sequence[str]]:
         return
     if depth:
         yield [f"{indent}{label}/", type(node).__name__, *[""] * 5]
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    for key, child in items:
-        leaf = _first_leaf(child)
-        # Spelled as in paths, for include=; an empty container has no path.
-        part = str(key) if leaf is None else leaf.path.split("/")[depth]
+    children = node if isinstance(node, dict) else dict(enumerate(node))
+    # Spelled as in paths, for include=.
+    parts = escape_keys(list(children), set(map(type, children)))
+    for part, child in zip(parts, children.values(), strict=True):
         yield from _branch(child, part, depth + 1)
 
 
@@ -291,14 +291,6 @@ def _leaf_row(leaf: LeafInfo, label: str, depth: int) -> Sequence[str]:
         _shape(leaf.chunk_shape),
         ", ".join(notes),
     ]
-
-
-def _first_leaf(node: Any) -> LeafInfo | None:
-    if isinstance(node, LeafInfo):
-        return node
-    children = node.values() if isinstance(node, dict) else node or ()
-    found = (_first_leaf(child) for child in children)
-    return next((leaf for leaf in found if leaf is not None), None)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
