@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.errors import AsyncCheckpointError, UsageError
+from asyncckpt.flow.shield import together
 from asyncckpt.ports import MAX_MESSAGE_NBYTES, Coordinator
 
 PROMPT_S = 5.0
@@ -98,14 +99,10 @@ class CoordinatorConformance:
         async with self.opened(tmp_path) as coordinators:
             for _ in range(10):
                 key = f"{prefix()}/once"
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(c.put_once(key, b"%d" % c.process_index))
-                        for c in coordinators
-                    ]
-                values = {task.result() for task in tasks}
-                assert len(values) == 1
-                assert values <= {b"%d" % c.process_index for c in coordinators}
+                own = [b"%d" % coordinator.process_index for coordinator in coordinators]
+                pairs = zip(coordinators, own, strict=True)
+                values = set(await together(c.put_once(key, value) for c, value in pairs))
+                assert len(values) == 1 and values <= set(own)
                 assert await coordinators[-1].put_once(key, b"late") == values.pop()
 
     async def test_a_key_that_was_put_is_not_set_once_more(self, tmp_path: Path) -> None:
@@ -229,9 +226,7 @@ class CoordinatorConformance:
             await coordinators[0].delete(start)
             for number in range(5):
                 await coordinators[0].put(f"{start}/a/{number}", b"x")
-            async with asyncio.TaskGroup() as group:
-                for coordinator in coordinators:
-                    group.create_task(coordinator.delete(start))
+            await together(coordinator.delete(start) for coordinator in coordinators)
             assert await coordinators[0].list(start) == {}
 
     async def test_odd_keys_and_values_are_refused(self, tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from asyncckpt.flow.shield import together
 from asyncckpt.testing.checkpoints import (
     KIB,
     PAGE,
@@ -110,11 +110,11 @@ class Reading(StoreLaws):
             await attempt.publish(record_of(SAVE_ID))
             async with reading(store, "1") as files:
                 found = [np.zeros(300 * KIB, np.uint8) for _ in range(4)]
-                async with asyncio.TaskGroup() as group:
-                    for i in range(4):
-                        for start in range(0, 300 * KIB, 100 * KIB):
-                            part = found[i][start : start + 100 * KIB]
-                            group.create_task(files.read_into(paths[i], start, [part]))
+                await together(
+                    files.read_into(paths[i], start, [found[i][start : start + 100 * KIB]])
+                    for i in range(4)
+                    for start in range(0, 300 * KIB, 100 * KIB)
+                )
                 for i in range(4):
                     assert np.array_equal(found[i], pattern(300 * KIB, i))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
+from asyncckpt.flow.shield import together
 from asyncckpt.testing.checkpoints import (
     PAGE,
     RECORD,
@@ -132,9 +132,7 @@ class Naming(StoreLaws):
                 except CheckpointExistsError as error:
                     errors.append(error)
 
-            async with asyncio.TaskGroup() as group:
-                for seed in seeds:
-                    group.create_task(one(seed))
+            await together(map(one, seeds))
             assert len(errors) == len(seeds) - 1
             winner = (await content(store, "1", RECORD, 1000)).split()[1]
             await expect(store, "1", int(winner))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from asyncckpt.flow.shield import together
 from asyncckpt.ports import AttemptFiles, JoinedAttempt, Store
 from asyncckpt.testing.checkpoints import (
     PAGE,
@@ -136,9 +137,7 @@ class Sharing(StoreLaws):
                 await write_own(share, process)
                 await share.pass_on(f"entries-{process}", b"x" * process or b"none")
             if order is None:
-                async with asyncio.TaskGroup() as group:
-                    for share in shares:
-                        group.create_task(share.abort())
+                await together(share.abort() for share in shares)
             for process in order or ():
                 await shares[process].abort()
             for share in shares:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from asyncckpt.errors import CheckpointNotFoundError, FencedError, UsageError
+from asyncckpt.flow.shield import together
 from asyncckpt.ports import Claim, Store
 from asyncckpt.testing.checkpoints import delete, expect, fill, identity, save
 from asyncckpt.testing.store_laws import StoreLaws
@@ -124,9 +124,7 @@ class Claiming(StoreLaws):
                 with suppress(FencedError):
                     epochs[number] = await claimed(opened[number - 1])
 
-            async with asyncio.TaskGroup() as group:
-                for number in range(1, AT_ONCE + 1):
-                    group.create_task(take_over(number))
+            await together(map(take_over, range(1, AT_ONCE + 1)))
             saved = []
             for number, epoch in epochs.items():
                 try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncckpt.errors import UsageError
+from asyncckpt.flow.shield import together
 from asyncckpt.ports import Bytes
 from asyncckpt.testing.checkpoints import (
     KIB,
@@ -79,9 +79,7 @@ class Writing(StoreLaws):
             file = await attempt.create(
                 data_path(SAVE_ID), nbytes=data.size, window_nbytes=self.window_nbytes
             )
-            async with asyncio.TaskGroup() as group:
-                for start, stop in spans:
-                    group.create_task(file.write(start, data[start:stop]))
+            await together(file.write(start, data[start:stop]) for start, stop in spans)
             await file.seal(data.size)
             await attempt.publish(record_of(SAVE_ID))
             assert await content(store, "1", file.path, data.size) == data.tobytes()
@@ -99,13 +97,9 @@ class Writing(StoreLaws):
                 file = await attempt.create(
                     data_path(SAVE_ID, str(nbytes)), nbytes=nbytes, window_nbytes=window
                 )
-                starts = list(range(0, nbytes, window))[::-1]
-                async with asyncio.TaskGroup() as group:
-                    written = [
-                        group.create_task(file.write(start, data[start : start + window]))
-                        for start in starts
-                    ]
-                assert all(type(task.result()) is bool for task in written)
+                starts = reversed(range(0, nbytes, window))
+                written = await together(file.write(at, data[at : at + window]) for at in starts)
+                assert all(type(reusable) is bool for reusable in written)
                 await file.seal(nbytes)
                 contents[file.path] = data
             await attempt.publish(record_of(SAVE_ID))
