@@ -118,7 +118,7 @@ def plan_arrays(
 ) -> Arrays:
     """Return the arrays that store these leaves; arguments and errors as for `plan_save`."""
     tied_leaves: dict[int, int] = {}
-    divisions = _Divisions(holders)
+    divisions: dict[Hashable, int] = {}
     parts_of: list[list[Part]] = []  # by layout
     kinds: list[int] = []  # layout of every leaf
     # By `id`, because leaves and their fields live as long as `leaves`.
@@ -137,7 +137,7 @@ def plan_arrays(
             continue
         division = None
         if shards is not None or partition is not None or processes is not None:
-            division = divisions.number(leaf)
+            division = _division(leaf, holders, divisions)
         key = (spec.shape, spec.dtype, nbytes, shape, level, division)
         kind = known.get(key)
         if kind is None:
@@ -195,30 +195,23 @@ def plan_arrays(
     )
 
 
-class _Divisions:
-    """Numbers of the distinct ways in which processes divide or hold leaves."""
+def _division(leaf: LeafLayout, holders: Holders, numbers: dict[Hashable, int]) -> int:
+    """Return a number for the way in which processes divide or hold a leaf.
 
-    def __init__(self, holders: Holders) -> None:
-        self._holders = holders
-        self._numbers: dict[Hashable, int] = {}
-        # By `id`, because hashing a partition would dominate the cost of a leaf.
-        self._of_objects: dict[tuple[int, int, int], int] = {}
-
-    def number(self, leaf: LeafLayout) -> int:
-        """Return the number of a leaf's division; the leaf's fields must stay alive."""
-        shards, partition = leaf.shards, leaf.partition
-        objects = id(shards), id(partition), id(leaf.holders)
-        number = self._of_objects.get(objects)
-        if number is None:
-            number_of = self._holders.number
-            if shards is None and partition is None:
-                key: Hashable = number_of(leaf.holders)
-            else:
-                held = [(s.box.offset, s.box.shape, number_of(s.holders)) for s in shards or ()]
-                key = tuple(held), partition
-            number = self._numbers.setdefault(key, len(self._numbers))
-            self._of_objects[objects] = number
-        return number
+    `numbers` has the known ways; the fields of their leaves must stay alive.
+    """
+    shards, partition = leaf.shards, leaf.partition
+    # By `id` first, because hashing a partition would dominate the cost of a leaf.
+    objects = id(shards), id(partition), id(leaf.holders)
+    number = numbers.get(objects)
+    if number is None:
+        if shards is None and partition is None:
+            key: Hashable = holders.number(leaf.holders)
+        else:
+            held = [(s.box.offset, s.box.shape, holders.number(s.holders)) for s in shards or ()]
+            key = tuple(held), partition
+        number = numbers[objects] = numbers.setdefault(key, len(numbers))
+    return number
 
 
 def _parts(leaf: LeafLayout, regular: bool, *, several: bool) -> list[Part]:
