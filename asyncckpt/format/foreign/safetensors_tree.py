@@ -44,13 +44,7 @@ SPARE_LEAVES = 100_000
 
 _VERSION = 1
 _WHAT = "the tree in the safetensors metadata"
-_MEMBERS = {
-    "version": (1 << 63) - 1,
-    "nodes": list,
-    "leaves": list,
-    "metadata": dict,
-    "metrics": dict,
-}
+_MEMBERS = {"version": int, "nodes": list, "leaves": list, "metadata": dict, "metrics": dict}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
