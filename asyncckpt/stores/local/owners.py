@@ -120,11 +120,7 @@ def owner_files(attempt: str) -> Iterator[str]:
 def is_abandoned(attempt: str, directory: int, machine: Machine, root: str) -> bool:
     """Return whether all processes with an owner file are proven dead; if so, prevent joining.
 
-    Args:
-        attempt: path of the attempt.
-        directory: descriptor of the attempt.
-        machine: where this process runs.
-        root: of the store.
+    `directory` is a descriptor of the attempt.
     """
     if any(not _is_dead(path, machine, root) for path in owner_files(attempt)):
         return False
