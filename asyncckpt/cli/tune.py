@@ -14,7 +14,7 @@ import asyncckpt.blocking as blocking
 from asyncckpt.cli import opening, tables
 from asyncckpt.cli.opening import StorageOption, storage_options
 from asyncckpt.cli.terminal import AsJson, Yes, confirm, print_json
-from asyncckpt.cli.transfer import size_nbytes
+from asyncckpt.cli.transfer import Memory, size_nbytes
 from asyncckpt.errors import UsageError
 from asyncckpt.reports import counted, nbytes_text, progress_bar, rate_text
 from asyncckpt.reports.picture import INSTALL_LINE
@@ -38,9 +38,7 @@ def tune(
     max_seconds: Annotated[
         float, typer.Option("--max-seconds", help="Time limit; prints the results so far.")
     ] = MAX_S,
-    memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE", help="Staging memory of a save.")
-    ] = "",
+    memory: Memory = "",
     plot: Annotated[
         str, typer.Option("--plot", metavar="FILE", help="Save a plot, for example tune.png.")
     ] = "",
