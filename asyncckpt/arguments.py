@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import operator
 import os
 import re
@@ -176,6 +177,9 @@ _LOST_SLASH = re.compile(
 )
 """A URL that has lost a slash in a path object."""
 
+_NEVER_IN_PATHS = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
+"""Null bytes, and surrogates that do not stand for bytes of a path."""
+
 
 def check_path(location: Location) -> None:
     """Check a path or URL.
@@ -198,14 +202,8 @@ def check_path(location: Location) -> None:
         )
     if not text:
         raise UsageError("location='': pass the path of a directory, or a URL")
-    if "\0" in text:
-        raise UsageError(f"{text!r}: a path has no null bytes; pass another name", found=text)
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{text!a}: no path can hold this ({error.reason}); pass another name", found=text
-        ) from None
+    if (bad := _NEVER_IN_PATHS.search(text)) is not None:
+        raise UsageError(f"{text!a}: no path can hold {bad[0]!a}; pass another name", found=text)
 
 
 _TO_LAST_UP = re.compile(r"(.*/)?\.\.(/+|\Z)", re.DOTALL)
@@ -345,25 +343,13 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata={metadata!r:.80}: pass a dict of JSON values", found=metadata)
-    try:
-        # JSON would turn other keys into strings, and 1 and "1" into one key.
-        if keys := _odd_key(dict(metadata)):
-            place = "".join(f"[{key!r:.80}]" for key in keys[:-1])
-            raise UsageError(
-                f"metadata{place} has the key {keys[-1]!r:.80}; keys are strings: pass str(key)",
-                found=keys[-1],
-            )
-        text = _as_json(dict(metadata))
-        copy: Mapping[str, Any] = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{_not_json(dict(metadata))} is not JSON ({error}); pass dicts, lists, strings, "
-            "finite numbers, booleans and None"
-        ) from None
+    _check_json(dict(metadata))
+    text = _as_json(dict(metadata))
     if len(text) > MAX_METADATA_NBYTES:
         raise UsageError(
             f"metadata takes {len(text)} bytes, more than {MAX_METADATA_NBYTES}; save it as leaves"
         )
+    copy: Mapping[str, Any] = json.loads(text)
     return copy
 
 
@@ -372,36 +358,32 @@ def _as_json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
-def _not_json(value: Any, place: str = "metadata") -> str:
-    """Return the place of the first value that is not JSON, given that there is one."""
-    items = value if isinstance(value, (list, tuple)) else ()
-    for key, item in value.items() if isinstance(value, dict) else enumerate(items):
+def _check_json(value: Any, place: str = "metadata", depth: int = 1) -> None:
+    """Check that JSON gives the value back as it is, and that records may be nested so deeply."""
+    if not isinstance(value, (dict, list, tuple)):
         try:
-            _as_json(item)
-        except (TypeError, ValueError):
-            return _not_json(item, f"{place}[{key!r:.80}]")
-    return place
-
-
-def _odd_key(
-    value: dict[Any, Any] | list[Any] | tuple[Any, ...], depth: int = 1
-) -> tuple[object, ...]:
-    """Return the keys that lead to the first key that is not a string, and that key; else ().
-
-    Raises:
-        UsageError: containers are nested deeper than records may be.
-    """
+            if type(value) is not float or not math.isfinite(value):
+                _as_json(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{place} is not JSON ({error}); pass dicts, lists, strings, finite numbers, "
+                "booleans and None"
+            ) from None
+        return
     if depth > MAX_DEPTH:
         raise UsageError(
             f"metadata is nested deeper than {MAX_DEPTH} containers; save it as leaves",
             expected=MAX_DEPTH,
         )
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        # JSON would turn other keys into strings, and 1 and "1" into one key.
         if isinstance(value, dict) and not isinstance(key, str):
-            return (key,)
-        if isinstance(item, (dict, list, tuple)) and (rest := _odd_key(item, depth + 1)):
-            return (key, *rest)
-    return ()
+            raise UsageError(
+                f"{place} has the key {key!r:.80}; keys are strings: pass str(key)", found=key
+            )
+        where = f"{place}[{key!r:.80}]"
+        _check_json(key, f"the key of {where}")
+        _check_json(item, where, depth + 1)
 
 
 def checked_metrics(metrics: Mapping[str, SupportsFloat] | None) -> Mapping[str, float]:

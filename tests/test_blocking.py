@@ -319,7 +319,8 @@ def test_the_exception_of_the_body_is_not_replaced(tmp_path: Path) -> None:
         Script(ckpt).fail("publish", StoreError("disk on fire"))
         ckpt.start_save(1, TREE)
         raise KeyError("body")
-    assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+    (note,) = caught.value.__notes__
+    assert note.startswith("a save failed, too: StoreError: disk on fire\nthis ended the save of ")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -327,9 +327,8 @@ class ShardedAdapter:
     def owns(self, kind: type) -> bool:
         return issubclass(kind, ShardedArray)
 
-    def source(self, path: str, leaf: Any) -> Source:
-        array: ShardedArray = leaf
-        spec, division = spec_of(array), array._division
+    def source(self, path: str, leaf: ShardedArray) -> Source:
+        array, spec, division = leaf, spec_of(leaf), leaf._division
         views = tuple([inside(array, number) for number in division.first])
         partial = division.gap is not None
         if not partial and len(views) == 1:
@@ -344,14 +343,12 @@ class ShardedAdapter:
         held = inside(array, array._division.first[shard])
         np.copyto(out, held[selection(box)], casting="no")
 
-    def target(self, path: str, leaf: Any, *, in_place: bool) -> Target:
-        array: ShardedArray = leaf
-        division = array._division
-        boxes = tuple([shard.box for shard in division.shards])
-        target = Target(spec_of(array), leaf, boxes=boxes, path=path, fill=not boxes)
+    def target(self, path: str, leaf: ShardedArray, *, in_place: bool) -> Target:
+        boxes = tuple([shard.box for shard in leaf._division.shards])
+        target = Target(spec_of(leaf), leaf, boxes=boxes, path=path, fill=not boxes)
         if in_place:
-            _check_memory(path, array)
-            target.buffers = tuple([inside(array, number) for number in division.first])
+            _check_memory(path, leaf)
+            target.buffers = tuple([inside(leaf, number) for number in leaf._division.first])
         return target
 
     def place(self, target: Target, parts: Sequence[Memory]) -> Any:

@@ -280,23 +280,23 @@ class _Matcher:
             holders = [int(key) for key in saved[path].keys]
             # One process writes a conversion, of values of several.
             count = max(self.opened.savers, 1 + max(holders))
-            fault = ""
             if count != request.process_count:
                 fault = f"{count} processes have saved values of their own, and "
                 fault += f"{request.process_count} restore"
-            elif request.process not in holders and request.strict:
+            elif request.strict and request.process not in holders:
                 fault = f"process {request.process} has saved no value of its own here"
-            if fault:
-                self._mismatches.add(
-                    MismatchError,
-                    path,
-                    fault,
-                    expected=request.process_count,
-                    found=count,
-                    advice="Pass PerProcess.all in its place in like= for the list of all values, "
-                    f'with NumPy arrays; restore(include={path!r}, leaves="torch") returns them by '
-                    "process, with tensors.",
-                )
+            else:
+                continue
+            self._mismatches.add(
+                MismatchError,
+                path,
+                fault,
+                expected=request.process_count,
+                found=count,
+                advice="Pass PerProcess.all in its place in like= for the list of all values, with "
+                f'NumPy arrays; restore(include={path!r}, leaves="torch") returns them by process, '
+                "with tensors.",
+            )
         self._mismatches.raise_any(self.opened.location)
 
     def _matched_ordinals(self) -> set[int]:

@@ -397,10 +397,9 @@ def _holders(flat: Flat, leaves: Collection[int]) -> dict[int, Holder]:
             continue
         keys: Sequence[Key] = range(len(node.children)) if node.kind == "list" else node.keys
         for key, child in zip(keys, node.children, strict=True):
-            if child in leaves and isinstance(container, PerProcess):
-                holders[child] = Holder(container, "value", is_attribute=True)
-            elif child in leaves:
-                holders[child] = Holder(container, key, node.kind == "dataclass")
+            if child in leaves:
+                own = "value" if isinstance(container, PerProcess) else key
+                holders[child] = Holder(container, own, node.kind in ("dataclass", "registered"))
     return holders
 
 

@@ -32,10 +32,8 @@ class InFlight:
         """Return the saves that have not ended."""
         return [pending for pending in list(self._saves) if not pending.done()]
 
-    def unseen_error(self, *, naming: bool = False) -> BaseException | None:
-        """Return the first failure that no caller has seen, and count it as seen.
-
-        With `naming`, a note says which save it ended.
+    def unseen_error(self) -> BaseException | None:
+        """Return the first failure that no caller has seen, with its save, and count it as seen.
 
         Skips saves that callers are waiting for: the failure is theirs unless they stop waiting.
         """
@@ -48,15 +46,14 @@ class InFlight:
                 continue
             if first is None:
                 first = error
-                if naming:
-                    first.add_note(f"this ended the save of {pending.location}")
+                first.add_note(f"this ended the save of {pending.location}")
             else:
                 first.add_note(f"another save failed too: {error}")
         return first
 
     def raise_unseen(self, options: SaveOptions | None = None) -> None:
         """Raise the failure of an earlier save that no caller has seen, once."""
-        error = self.unseen_error(naming=True)
+        error = self.unseen_error()
         if error is None:
             return
         if options is not None and options.on_failed_save == "log":

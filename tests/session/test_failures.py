@@ -29,6 +29,9 @@ TREE = {"w": np.arange(20_000.0), "step": 1}
 Next = Callable[[asyncckpt.Checkpointer], Awaitable[object]]
 
 
+NOTE = "a save failed, too: StoreError: disk on fire\nthis ended the save of {}"
+
+
 async def failed_unseen(ckpt: asyncckpt.Checkpointer, error: Exception | None = None) -> Script:
     """A save of step 1 has failed, and no caller has seen it."""
     script = Script(ckpt)
@@ -90,7 +93,7 @@ async def test_the_exception_of_the_body_is_not_replaced_and_the_saves_error_is_
             pending = await ckpt.start_save(1, TREE)
             raise KeyError("body")
     assert pending.done()
-    assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+    assert caught.value.__notes__ == [NOTE.format(tmp_path / "1")]
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
@@ -102,7 +105,7 @@ def test_a_failure_is_a_warning_if_the_block_is_left_by_what_shows_no_notes(
             Script(ckpt).fail("publish", StoreError("disk on fire"))
             ckpt.start_save(1, TREE)
             raise error
-    assert caught.value.__notes__ == ["a save failed, too: StoreError: disk on fire"]
+    assert caught.value.__notes__ == [NOTE.format(tmp_path / "1")]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
@@ -123,7 +126,10 @@ async def test_a_store_that_cannot_be_closed_hides_no_failed_save(
         else:
             await ckpt.start_save(1, TREE)
             await ckpt.close()
-    assert caught.value.__notes__ == ["closing failed, too: OSError: handle is gone"]
+    assert caught.value.__notes__ == [
+        f"this ended the save of {tmp_path / '1'}",
+        "closing failed, too: OSError: handle is gone",
+    ]
     assert caught.value.__context__ is closed
     await (in_thread(ckpt.close) if blocked else ckpt.close())  # heard of once
 
@@ -269,7 +275,8 @@ async def test_of_two_unseen_failures_both_are_notes_of_the_bodys_exception(
             await two_failed_unseen(ckpt)
             raise KeyError("body")
     (note,) = caught.value.__notes__
-    assert note == "a save failed, too: StoreError: first\nanother save failed too: second"
+    text = f"first\nthis ended the save of {tmp_path / '1'}\nanother save failed too: second"
+    assert note == f"a save failed, too: StoreError: {text}"
 
 
 async def test_a_failing_clean_up_does_not_hide_why_the_save_failed(tmp_path: Path) -> None:

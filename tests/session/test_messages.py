@@ -59,10 +59,10 @@ class Counted(DirectoryCoordinator):
         await super().delete(prefix)
 
 
-def known_save(path: Path, count: int, *, differing: bool) -> list[Calls]:
+def known_save(path: Path, count: int, differing: str = "") -> list[Calls]:
     """Let so many processes save the same tree; return the calls of each in the last save.
 
-    With `differing`, each of them has a leaf that the others lack, besides a value per process.
+    If `differing`, each of them has a leaf that the others lack, or a value per process.
     """
     calls: list[Calls] = [[] for _ in range(count)]
     ready = threading.Barrier(count)
@@ -74,9 +74,11 @@ def known_save(path: Path, count: int, *, differing: bool) -> list[Calls]:
             for step in range(SAVES):
                 await asyncio.to_thread(ready.wait, 60)
                 coordinator.calls.clear()
-                tree = {"w": array, "step": step, "random": PerProcess({"state": process})}
-                if differing:
+                tree: dict[str, Any] = {"w": array, "step": step}
+                if differing == "leaf":
                     tree[f"only {process}"] = 1
+                elif differing == "value":
+                    tree["random"] = PerProcess({"state": process})
                 report = await ckpt.save(step, tree)
             assert report.plan_cached
             calls[process] = [*coordinator.calls]
@@ -126,7 +128,7 @@ def test_a_known_plan_costs_one_message_and_one_answer_per_process(
     tmp_path: Path, count: int
 ) -> None:
     last = f"save/{SAVES - 1}"
-    first, *others = known_save(tmp_path, count, differing=False)
+    first, *others = known_save(tmp_path, count)
     for process, calls in enumerate(others, 1):
         assert messages(calls) == [("put", f"{last}/ready/{process}")]
         # One answer; after a second without it, also whether process 0 has decided or left.
@@ -143,11 +145,14 @@ def test_a_known_plan_costs_one_message_and_one_answer_per_process(
     assert set(looked[1:]) == {("list", last)}
 
 
+@pytest.mark.parametrize("differing", ["leaf", "value"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_where_trees_differ_a_known_plan_costs_one_more_of_each(tmp_path: Path, count: int) -> None:
+def test_where_trees_differ_a_known_plan_costs_one_more_of_each(
+    tmp_path: Path, count: int, differing: str
+) -> None:
     """The processes say that they know the plan, and process 0 that all do; no schema follows."""
     last = f"save/{SAVES - 1}"
-    first, *others = known_save(tmp_path, count, differing=True)
+    first, *others = known_save(tmp_path, count, differing)
     for process, calls in enumerate(others, 1):
         posted = [("put", f"{last}/{what}/{process}") for what in ("plan", "ready")]
         assert messages(calls) == posted
@@ -167,7 +172,7 @@ def test_store_requests_in_place_of_messages_are_one_each(tmp_path: Path) -> Non
         counted(LocalStore, "join") as joined,
         counted(AttemptTree, "pass_on", "taken") as passed,
     ):
-        known_save(tmp_path, 4, differing=True)
+        known_save(tmp_path, 4, "leaf")
     assert joined == ["join"] * 3 * SAVES
     assert passed.count("pass_on") == 3 * SAVES + 4
     assert passed.count("taken") >= 3 * SAVES + 6
