@@ -167,11 +167,6 @@ class OpenCheckpoint:
         object.__setattr__(self, "stored", StoredArrays(kinds, kind, first_row))
 
     @property
-    def savers(self) -> int:
-        """Number of processes that saved it."""
-        return 1 if self.record is None else self.record.writers
-
-    @property
     def location(self) -> str:
         """Path or URL of the checkpoint."""
         return self.files.location

@@ -279,7 +279,7 @@ class _Matcher:
         for path in filter(saved.__contains__, request.per_process):
             holders = [int(key) for key in saved[path].keys]
             # One process writes a conversion, of values of several.
-            count = max(self.opened.savers, 1 + max(holders))
+            count = max(self.opened.record.writers if self.opened.record else 1, 1 + max(holders))
             if count != request.process_count:
                 fault = f"{count} processes have saved values of their own, and "
                 fault += f"{request.process_count} restore"

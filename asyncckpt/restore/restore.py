@@ -165,7 +165,7 @@ async def run_restore(
         request,
         matching.structure,
         opened.format,
-        opened.savers,
+        opened.record.writers if opened.record else 1,
         saved,
         wanted,
         replaced,

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from asyncckpt import SaveOptions, blocking
 from asyncckpt.coordinators.handshake import shake_hands
 from asyncckpt.session import processes
-from asyncckpt.stores.local.joined import LocalJoinedAttempt
+from asyncckpt.stores.local.attempt import LocalJoinedAttempt
 
 OPTIONS = SaveOptions(silence_s=5.0, arrival_s=60.0)
 

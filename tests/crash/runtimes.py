@@ -31,9 +31,8 @@ from asyncckpt.coordinators.rounds import Round
 from asyncckpt.errors import AsyncCheckpointError
 from asyncckpt.save.shared import SharedSave
 from asyncckpt.save.stage import Staging
-from asyncckpt.stores.local.attempt import LocalAttempt
+from asyncckpt.stores.local.attempt import LocalAttempt, LocalJoinedAttempt
 from asyncckpt.stores.local.datafile import LocalDataFile
-from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from tests.crash.invariant import leftovers
 from tests.crash.jobs import forked, reported, visited, waited
 from tests.crash.scenarios import OPTIONS

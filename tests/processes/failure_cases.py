@@ -12,9 +12,8 @@ import numpy as np
 from asyncckpt import Checkpointer, SaveOptions
 from asyncckpt.coordinators.rounds import Round
 from asyncckpt.save.shared import SharedSave
-from asyncckpt.stores.local.attempt import LocalAttempt
+from asyncckpt.stores.local.attempt import LocalAttempt, LocalJoinedAttempt
 from asyncckpt.stores.local.datafile import LocalDataFile
-from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from tests.processes.numpy_cases import coordinator, state
 from tests.processes.worker import Worker
 

@@ -30,12 +30,11 @@ from asyncckpt.options import (
 from asyncckpt.ports import RECORD_NAME, Removal, Sizes, StoreCapabilities
 from asyncckpt.stores.claims import check_epoch
 from asyncckpt.stores.exchange import check_process, find_mark
-from asyncckpt.stores.local.attempt import LocalAttempt
+from asyncckpt.stores.local.attempt import LocalAttempt, LocalJoinedAttempt
 from asyncckpt.stores.local.datafile import DirectWrites
 from asyncckpt.stores.local.epochs import check, claim, claims, writing
 from asyncckpt.stores.local.failures import FULL, reported
 from asyncckpt.stores.local.files import LocalFiles
-from asyncckpt.stores.local.joined import LocalJoinedAttempt
 from asyncckpt.stores.local.locks import (
     Machine,
     Terms,

@@ -446,15 +446,15 @@ def test_a_root_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_control_without_the_check_of_the_root_a_process_writes_to_its_own_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncckpt.stores.local import joined
+    from asyncckpt.stores.local import attempt as attempts
 
     def made(layout: Layout, name: str) -> list[str]:
         path = os.path.join(layout.epoch(1), name)
         os.makedirs(path, exist_ok=True)
         return [path]
 
-    monkeypatch.setattr(joined, "_attempts", made)
-    monkeypatch.setattr(joined, "has_mark", lambda *_: True)
+    monkeypatch.setattr(attempts, "_attempts", made)
+    monkeypatch.setattr(attempts, "has_mark", lambda *_: True)
     _, written = saved_on_two_disks(tmp_path, monkeypatch)
     assert [place for place in written if "host1" in place], "on its own disk, and nobody noticed"
 

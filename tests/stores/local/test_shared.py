@@ -24,7 +24,7 @@ from asyncckpt.errors import (
 from asyncckpt.flow.threads import Workers
 from asyncckpt.ports import JoinedAttempt
 from asyncckpt.stores.local import attempt as attempts
-from asyncckpt.stores.local import joined, locks, owners, publish, sweep
+from asyncckpt.stores.local import locks, owners, publish, sweep
 from asyncckpt.stores.local.locks import Machine, Terms, this_machine
 from asyncckpt.stores.local.store import LocalStore
 from asyncckpt.stores.paths import Layout
@@ -340,7 +340,7 @@ async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
     """It is then the last one, whichever process checks first."""
     attempt = await store.begin("1", ID, shared=True)
     marked, go_on = threading.Event(), threading.Event()
-    own = joined.make_owner_file
+    own = attempts.make_owner_file
 
     def held(*args: Any) -> Any:
         share = own(*args)
@@ -348,8 +348,8 @@ async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
         assert go_on.wait(30)
         return share
 
-    monkeypatch.setattr(joined, "make_owner_file", held)
-    joining = store._workers.submit(joined.LocalJoinedAttempt.look, share_of(other), 1)
+    monkeypatch.setattr(attempts, "make_owner_file", held)
+    joining = store._workers.submit(attempts.LocalJoinedAttempt.look, share_of(other), 1)
     await store._workers.run(marked.wait, 30)
     await attempt.abort()
     assert (tmp_path / ATTEMPT).exists()  # the other one is alive
@@ -358,8 +358,8 @@ async def test_a_process_that_joins_while_the_attempt_is_removed_notices_it(
     assert left(tmp_path) == []
 
 
-def share_of(store: LocalStore) -> joined.LocalJoinedAttempt:
-    return joined.LocalJoinedAttempt(store._context, Terms("1", ID))
+def share_of(store: LocalStore) -> attempts.LocalJoinedAttempt:
+    return attempts.LocalJoinedAttempt(store._context, Terms("1", ID))
 
 
 async def test_an_owner_file_that_is_swept_while_it_is_made_is_made_again(
@@ -583,7 +583,7 @@ async def test_a_failed_join_leaves_nothing(
         with pytest.raises(StoreError, match="joining a save failed"):
             await join(other)
     assert left(tmp_path) == before
-    own, calls = joined.has_mark, []
+    own, calls = attempts.has_mark, []
 
     def fails_later(*args: Any) -> bool:
         calls.append(args)
@@ -592,7 +592,7 @@ async def test_a_failed_join_leaves_nothing(
         return own(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(joined, "has_mark", fails_later)
+        patch.setattr(attempts, "has_mark", fails_later)
         with pytest.raises(StoreError, match="joining a save failed"):
             await join(other)
     assert left(tmp_path) == before
