@@ -344,7 +344,7 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata={metadata!r:.80}: pass a dict of JSON values", found=metadata)
     _check_json(dict(metadata))
-    text = _as_json(dict(metadata))
+    text = _as_json(dict(metadata)).encode()
     if len(text) > MAX_METADATA_NBYTES:
         raise UsageError(
             f"metadata takes {len(text)} bytes, more than {MAX_METADATA_NBYTES}; save it as leaves"
@@ -353,9 +353,8 @@ def checked_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return copy
 
 
-def _as_json(value: Any) -> bytes:
-    # Strings that UTF-8 cannot encode (lone surrogates) would fail when the record is written.
-    return json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+# Strings that UTF-8 cannot encode (lone surrogates) would fail when the record is written.
+_as_json = functools.partial(json.dumps, allow_nan=False, ensure_ascii=False)
 
 
 def _check_json(value: Any, place: str = "metadata", depth: int = 1) -> None:
@@ -363,7 +362,7 @@ def _check_json(value: Any, place: str = "metadata", depth: int = 1) -> None:
     if not isinstance(value, (dict, list, tuple)):
         try:
             if type(value) is not float or not math.isfinite(value):
-                _as_json(value)
+                _as_json(value).encode()
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"{place} is not JSON ({error}); pass dicts, lists, strings, finite numbers, "

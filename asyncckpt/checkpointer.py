@@ -522,8 +522,7 @@ async def _tree(
                 "leave out one of the two"
             )
         request, flat, adapters = session.restore_request(mode, like, **given)
-    finish = partial(finish_tree, flat, adapters)
-    tree, report = await session.restore(number, request, finish)
+    tree, report = await session.restore(number, request, partial(finish_tree, flat, adapters))
     warn_of(report)
     if on_report is not None:
         on_report(report)

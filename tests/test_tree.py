@@ -23,11 +23,14 @@ from asyncckpt.tree import (
     flatten,
     match_glob,
     names_of_paths,
+    process_values,
     shared_leaves,
     unflatten,
     unflatten_like,
     where,
 )
+from asyncckpt.tree.per_process import MOST_PROCESSES, TYPE_NAME
+from asyncckpt.tree.structure import Node
 
 
 class Pair(NamedTuple):
@@ -399,6 +402,16 @@ class Sorted(dict[str, Any]):
 def test_values_stay_with_their_keys_in_a_dict_that_iterates_in_another_order() -> None:
     flat = flatten({"opt": Sorted(b=2, a=1)})
     assert dict(zip(flat.paths, flat.leaves, strict=True)) == {"opt/a": 1, "opt/b": 2}
+
+
+def test_only_numbers_of_processes_make_a_value_per_process() -> None:
+    """A damaged tree must not make `PerProcess.all` a list of any length."""
+    for keys in ((0,), (2, 0), (MOST_PROCESSES - 1,)):
+        node = Node("registered", keys, tuple(range(len(keys))), TYPE_NAME)
+        assert process_values(Structure((node,), len(keys))) == {"": list(keys)}
+    for keys in ((), ("0",), (0, "a"), (-1,), (MOST_PROCESSES,), (True,)):
+        node = Node("registered", keys, tuple(range(len(keys))), TYPE_NAME)
+        assert process_values(Structure((node,), len(keys))) == {}
 
 
 def test_a_container_whose_keys_are_not_as_many_as_its_values_is_named() -> None:

@@ -420,8 +420,7 @@ def _dtype_name(path: str, leaf: Any) -> str:
         reason = f"is a {kind.__module__}.{kind.__qualname__}"
         cast = "wrapper tensors hold no bytes of their own: store the plain tensors inside"
         if kind.__name__ == "ShardedTensor":
-            cast = "FullyShardedDataParallel(..., device_mesh=mesh) has DTensors instead; "
-            cast += "asyncckpt.torch.StorageWriter saves these, too"
+            cast = "pass device_mesh= to FullyShardedDataParallel, or save with StorageWriter"
     elif torch.nn.parameter.is_lazy(leaf):
         reason, cast = "is not initialised yet", "run one forward pass of the lazy module first"
     elif leaf.is_nested:

@@ -36,7 +36,6 @@ SHORT = 48
 GAP = "  "
 """Text between two columns."""
 
-
 SHADES = " ░▒▓█"
 """Shades of a cell, from idle to busy all the time."""
 

@@ -154,9 +154,8 @@ class Workers:
         waiter.add_done_callback(seen)
         error = ThreadAbandonedError(
             f"{self._name}: a thread was stuck in {called(call)} for {self._abandon_s:.0f} s after "
-            f"{since}; it was abandoned and its buffers are not used again. A file system or "
-            "device does not respond: check the mount or, if this is a call of Staging, the device "
-            "of the leaves. A later sweep removes the leftovers"
+            f"{since}; it was abandoned and its buffers are not used again. The file system (in "
+            "Staging, a device) is stuck: check the mount or device. A later sweep removes the rest"
         )
         error.future = future
         return error

@@ -16,7 +16,7 @@ from asyncckpt.planning.balance import Processes
 from asyncckpt.planning.schema import Schema, SchemaLeaf, schema_digest
 from asyncckpt.planning.tiling import tiling_fault
 from asyncckpt.spec import ArraySpec, Box, Partition, Shard
-from asyncckpt.tree import Structure, merge_trees, per_process_paths, where
+from asyncckpt.tree import Structure, merge_trees, process_values, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _check_per_process(
     structure: Structure, paths: Sequence[str], seen: Sequence[Sequence[_Seen]]
 ) -> None:
     """Refuse arrays below a `PerProcess` that several processes hold in parts."""
-    below = tuple([f"{path}/" if path else "" for path in per_process_paths(structure)])
+    below = tuple([f"{path}/" if path else "" for path in process_values(structure)])
     for path, (one, *_) in zip(paths, seen, strict=True) if below else ():
         partition = one.leaf.partition
         if path.startswith(below) and (

@@ -22,7 +22,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.scalars import decode_scalar
 from asyncckpt.ports import FrameworkAdapter
-from asyncckpt.reports.texts import few
+from asyncckpt.reports.texts import counted, few
 from asyncckpt.restore.matched import NO_FACTS, LeafRestore, MatchedArrays, Matching
 from asyncckpt.restore.mismatch import (
     NOT_REPLACEABLE,
@@ -36,7 +36,7 @@ from asyncckpt.restore.mismatch import (
 from asyncckpt.restore.place import array_from_scalar
 from asyncckpt.restore.request import RestoreRequest, Wanted, below, enclosing
 from asyncckpt.spec import ArraySpec, numeric_class
-from asyncckpt.tree import PerProcess, Structure, match_glob, per_process_paths, where
+from asyncckpt.tree import PerProcess, Structure, match_glob, process_values, where
 
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module)\.")
 """Part of a state dict's keys that torch.compile or a data-parallel class adds to a module."""
@@ -262,7 +262,7 @@ class _Matcher:
 
     def _match_all(self, paths: Sequence[str]) -> None:
         """Match the paths of `PerProcess.all` with the values of all processes."""
-        saved = set(per_process_paths(self.structure)).intersection(paths)
+        saved = process_values(self.structure).keys() & set(paths)
         self._wanted += len(paths)
         self._matched += len(saved)
         self._missing += [path for path in paths if path not in saved]
@@ -272,27 +272,25 @@ class _Matcher:
 
     def _check_process_counts(self) -> None:
         """Check that as many processes restore as saved, and that this one saved its own value."""
-        request = self.request
-        if not request.per_process:
-            return
-        saved = dict(zip(self.structure.node_paths(), self.structure.nodes, strict=True))
+        request, record = self.request, self.opened.record
+        saved = process_values(self.structure) if request.per_process else {}
         for path in filter(saved.__contains__, request.per_process):
-            holders = [int(key) for key in saved[path].keys]
+            (own,), holders = request.per_process[path], saved[path]
             # One process writes a conversion, of values of several.
-            count = max(self.opened.record.writers if self.opened.record else 1, 1 + max(holders))
-            if count != request.process_count:
-                fault = f"{count} processes have saved values of their own, and "
-                fault += f"{request.process_count} restore"
-            elif request.strict and request.process not in holders:
-                fault = f"process {request.process} has saved no value of its own here"
-            else:
+            count = max(record.writers if record else 1, 1 + max(holders))
+            same = count == request.process_count
+            if same and (own in holders or not request.strict):
                 continue
+            fault = f"process {own} has saved no value of its own here"
+            if not same:
+                fault = f"{counted(count, 'process has', 'processes have')} saved this checkpoint, "
+                fault += f"and {request.process_count} restore it"
             self._mismatches.add(
                 MismatchError,
                 path,
                 fault,
-                expected=request.process_count,
-                found=count,
+                expected=own if same else request.process_count,
+                found=holders if same else count,
                 advice="Pass PerProcess.all in its place in like= for the list of all values, with "
                 f'NumPy arrays; restore(include={path!r}, leaves="torch") returns them by process, '
                 "with tensors.",

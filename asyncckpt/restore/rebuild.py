@@ -15,6 +15,7 @@ from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.restore import RestoreOutcome
 from asyncckpt.restore.state_dicts import with_present_classes, with_present_keys
 from asyncckpt.tree import Flat, PerProcess, escape, match_glob, unflatten, unflatten_like, where
+from asyncckpt.tree.per_process import MOST_PROCESSES, process_values
 
 ABSENT: Final = object()
 """Placeholder of a leaf that was not restored."""
@@ -52,9 +53,11 @@ def _share(leaves: list[Any], outcome: RestoreOutcome) -> None:
 def _of_all(outcome: RestoreOutcome, paths: Sequence[str]) -> dict[str, list[Any]]:
     """Return the list of the values that all processes saved at each path; None for no value."""
     found: dict[str, list[Any]] = {}
-    for path, (structure, ordinals) in outcome.structure.subtrees(paths).items() if paths else ():
+    # With strict=False, something else may be there.
+    saved = process_values(outcome.structure).keys() & set(paths) if paths else ()
+    for path, (structure, ordinals) in outcome.structure.subtrees(saved).items() if saved else ():
         values = unflatten(structure, [outcome.saved[ordinal] for ordinal in ordinals])
-        count = max(outcome.savers, 1 + max(values))
+        count = max(min(outcome.savers, MOST_PROCESSES), 1 + max(values))
         found[path] = [values.get(process) for process in range(count)]
     return found
 

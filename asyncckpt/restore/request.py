@@ -31,7 +31,7 @@ from asyncckpt.tree import (
     escape,
     flatten,
     is_frozen,
-    per_process_paths,
+    process_values,
     shared_leaves,
     signature,
     where,
@@ -173,8 +173,7 @@ class RestoreRequest:
         progress: called as the restore proceeds.
         stateful: the target's objects with a state dict, by path.
         loaded: adapters of the imported frameworks, by name.
-        per_process: paths of the target with a value per process.
-        process: index of this process.
+        per_process: paths of the target with a value per process, with the number of this one.
         process_count: number of processes that restore.
         save_id: the save to restore; empty for any.
         shared: with mode `like`, leaves in repeated occurrences of an object, by ordinal, with the
@@ -194,8 +193,7 @@ class RestoreRequest:
     progress: Callable[[Progress], None] | None
     stateful: Mapping[str, StatefulTarget] = field(default_factory=dict)
     loaded: Mapping[str, FrameworkAdapter] = field(default_factory=dict)
-    per_process: Sequence[str] = ()
-    process: int = 0
+    per_process: Mapping[str, Sequence[int]] = field(default_factory=dict)
     process_count: int = 1
     save_id: str = ""
     shared: Mapping[int, int] = field(default_factory=dict)
@@ -233,7 +231,6 @@ def restore_request(
         options=options,
         progress=progress,
         loaded=adapters.frameworks,
-        process=process,
         process_count=process_count,
     )
     if mode == "saved":
@@ -247,7 +244,7 @@ def restore_request(
         request,
         wanted=_target_leaves(flat, adapters, stateful, in_place=mode == "into"),
         stateful=stateful,
-        per_process=per_process_paths(flat.structure),
+        per_process=process_values(flat.structure),
         shared=shared_leaves(flat) if mode == "like" else {},
         repeated=_repeated(flat, stateful) if mode == "into" else {},
     )

@@ -64,14 +64,13 @@ Written = list[Callable[[], Sequence[str]]]
 def listing_written() -> Iterator[Written]:
     """Add to the error that ends the block the paths of the targets that it has written.
 
-    The block may also end with the error of its deadline, or of another process.
+    The error may also be of the deadline, of another process, or of an object that lists them.
     """
     written: Written = []
     try:
         yield written
     except AsyncCheckpointError as error:
-        paths = dict.fromkeys(path for paths in written for path in paths())
-        if paths and not error.written:  # an object that refused its state has said it
+        if not error.written and (paths := dict.fromkeys(p for found in written for p in found())):
             error.written = tuple(paths)
             error.add_note(
                 f"the contents of {len(paths)} targets are undefined now (error.written lists "

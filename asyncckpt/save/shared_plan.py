@@ -46,7 +46,7 @@ from asyncckpt.save.plan_cache import (
     tree_key,
 )
 from asyncckpt.save.snapshot import SaveRequest, Snapshot, completed
-from asyncckpt.tree import per_process_paths
+from asyncckpt.tree import process_values
 
 KNOWN = "known"
 """Posted by a process that already has a plan while it waits for the attempt to appear."""
@@ -115,7 +115,7 @@ class SharedPlan:
             snapshot = completed(snapshot, agreed.merged, group.process_index, group.process_count)
             if not cache.may_differ and self._tree() == "union":
                 # The values of a process may have other shapes in each save.
-                cache.may_differ = bool(per_process_paths(agreed.merged.structure))
+                cache.may_differ = bool(process_values(agreed.merged.structure))
             cache.may_differ |= agreed.merged.keys_differ
         terms = terms._replace(
             limits=agreed.limits, process=group.process_index, process_count=group.process_count

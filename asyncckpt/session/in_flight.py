@@ -42,12 +42,10 @@ class InFlight:
             if not pending.done() or pending._listeners:
                 continue
             error = pending._unseen_error() if self._saves.pop(pending, False) else None
-            if error is None:
-                continue
-            if first is None:
+            if error is not None and first is None:
                 first = error
                 first.add_note(f"this ended the save of {pending.location}")
-            else:
+            elif error is not None and first is not None:
                 first.add_note(f"another save failed too: {error}")
         return first
 

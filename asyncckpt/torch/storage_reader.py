@@ -130,6 +130,7 @@ class StorageReader(Located, storage.StorageReader):
                 save_id=catalog.save_id,
             )
             with self._opened() as session:
+                session.processes.check_broadcast(self._options.broadcast)
                 outcome = session.call(lambda: session.reads.restore(None, request)).result()
             read = {path: value for path, _, value in outcome.replaced}
             for source, target in copies:

@@ -33,8 +33,7 @@ from asyncckpt.torch.located import Located
 from asyncckpt.torch.saving import Saving
 
 
-# As torch's own writer, the writer is the stager of `async_save`: what that uses otherwise copies
-# memory without the lazy conjugation and negation of tensors.
+# It stages `async_save`, as torch's own writer does: other stagers lose lazy `conj` and `neg` bits.
 class StorageWriter(Located, storage.StorageWriter, BlockingAsyncStager):
     """Writes a checkpoint for `torch.distributed.checkpoint.save` and `async_save`.
 

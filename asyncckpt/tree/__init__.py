@@ -33,7 +33,7 @@ from asyncckpt.tree.names import names_of_paths as names_of_paths
 from asyncckpt.tree.names import where as where
 from asyncckpt.tree.per_process import PerProcess as PerProcess
 from asyncckpt.tree.per_process import PerProcessNodes as PerProcessNodes
-from asyncckpt.tree.per_process import per_process_paths as per_process_paths
+from asyncckpt.tree.per_process import process_values as process_values
 from asyncckpt.tree.structure import Kind as Kind
 from asyncckpt.tree.structure import Node as Node
 from asyncckpt.tree.structure import Structure as Structure

@@ -154,8 +154,9 @@ class _Flattener:
         """Return keys, path parts and values of the children."""
         keys: Sequence[Any]
         if kind == "dict":
-            keys, values = tuple(value), list(value.values())
-            if type(value) is not dict:  # a subclass may iterate in another order
+            if type(value) is dict:
+                keys, values = tuple(value), list(value.values())
+            else:  # a subclass may iterate in another order than its values
                 pairs = list(value.items())
                 keys, values = tuple([key for key, _ in pairs]), [item for _, item in pairs]
             if set(map(type, keys)) == {str}:  # keys of other types may be equal to these

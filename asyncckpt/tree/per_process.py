@@ -49,10 +49,20 @@ TYPE_NAME: Final = f"{PerProcess.__module__}.{PerProcess.__qualname__}"
 """Type name of the node in a stored tree; its keys are the numbers of processes."""
 
 
-def per_process_paths(structure: Structure) -> list[str]:
-    """Return the paths at which a tree has a value per process."""
-    found = [index for index, node in enumerate(structure.nodes) if node.type_name == TYPE_NAME]
-    return list(map(structure.node_paths().__getitem__, found)) if found else []
+MOST_PROCESSES = 1 << 20
+"""A larger number in a stored tree is damage: `PerProcess.all` makes lists of this length."""
+
+
+def process_values(structure: Structure) -> dict[str, list[int]]:
+    """Return the numbers of the processes that have a value of their own at a path, by path."""
+    found: dict[int, list[int]] = {}
+    for index, node in enumerate(structure.nodes):
+        if node.type_name == TYPE_NAME:
+            numbers = [key for key in node.keys if type(key) is int and 0 <= key < MOST_PROCESSES]
+            if numbers and len(numbers) == len(node.keys):
+                found[index] = numbers
+    paths = structure.node_paths() if found else []
+    return {paths[index]: numbers for index, numbers in found.items()}
 
 
 class PerProcessNodes:

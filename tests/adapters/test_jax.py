@@ -21,15 +21,15 @@ from jax.extend.random import define_prng_impl
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from asyncckpt import RestoreOptions, errors
+from asyncckpt import errors
 from asyncckpt.adapters import jax as jax_adapter
 from asyncckpt.adapters import jax_memory
 from asyncckpt.adapters.jax import JaxAdapter, JaxNodes
 from asyncckpt.flow.arena import Arena
-from asyncckpt.restore.request import restore_request
 from asyncckpt.spec import DTYPES, ArraySpec, Box
 from asyncckpt.tree import flatten, unflatten, unflatten_like
 from tests import children
+from tests.restore.opened import request
 
 adapter = JaxAdapter()
 SHAPES = [(), (0, 3), (1,), (3, 4), (2, 3, 5)]
@@ -605,13 +605,4 @@ def test_a_sharding_as_a_target_is_refused_with_what_to_pass() -> None:
     like = {"w": NamedSharding(jax.make_mesh((1,), ("a",)), P())}
     text = r"^w: .*NamedSharding cannot be restored; pass jax.ShapeDtypeStruct\(shape, dtype, shar"
     with pytest.raises(errors.UnsupportedLeafError, match=text):
-        restore_request(
-            "like",
-            like,
-            leaves="numpy",
-            include=None,
-            strict=True,
-            cast=False,
-            options=RestoreOptions(),
-            progress=None,
-        )
+        request("like", like)

@@ -12,7 +12,9 @@ from asyncckpt.errors import RestoreError, RestoreWarning
 from asyncckpt.reports import RestoreReport
 from asyncckpt.restore.rebuild import finish_into, finish_tree, warn_of
 from asyncckpt.restore.restore import RestoreOutcome
-from asyncckpt.tree import flatten
+from asyncckpt.tree import PerProcess, Structure, flatten
+from asyncckpt.tree.per_process import MOST_PROCESSES, TYPE_NAME
+from asyncckpt.tree.structure import Node
 from tests.restore.opened import LOCATION, request
 
 
@@ -85,6 +87,19 @@ def test_with_a_target_its_containers_hold_the_leaves_and_its_own_where_none_cam
     like = Point(10, {"a": 20})
     made = outcome(like, "like", like, wanted={0: 1})
     assert tree_of(made, like) == Point(1, {"a": 20})
+
+
+def test_all_values_are_a_list_of_bounded_length_whatever_the_record_claims() -> None:
+    node = Node("registered", (1,), (0,), TYPE_NAME)
+    made = outcome({"r": 7}, "like", structure=Structure((node,), 1), saved={0: 7}, savers=1 << 32)
+    values = tree_of(made, PerProcess.all)
+    assert len(values) == MOST_PROCESSES and values[:3] == [None, 7, None]
+
+
+def test_what_is_no_value_per_process_is_no_list_of_them() -> None:
+    """With `strict=False`, the checkpoint may have something else there."""
+    made = outcome({"rng": {"a": 1}}, "like", how={"strict": False}, saved={}, wanted={})
+    assert tree_of(made, {"rng": PerProcess.all}) == {"rng": PerProcess.all}
 
 
 @pytest.mark.parametrize(

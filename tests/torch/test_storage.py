@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import asyncckpt
-from asyncckpt import blocking, errors
+from asyncckpt import RestoreOptions, blocking, errors
 from asyncckpt.torch import StorageReader, StorageWriter
 from asyncckpt.torch.dcp_metadata import NAME
 from asyncckpt.torch.load import sharing
@@ -275,6 +275,15 @@ def test_another_dtype_is_an_error_unless_it_may_be_cast(tmp_path: Path) -> None
     target = torch.zeros(2, dtype=torch.bfloat16)
     read({"w": target}, StorageReader(path, cast=True))
     assert target.tolist() == [1.5, 2.0]
+
+
+def test_a_reader_that_works_alone_refuses_to_broadcast(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    write("save", {"w": torch.ones(3)}, StorageWriter(path), None)
+    reader = StorageReader(path, options=RestoreOptions(broadcast=True))
+    with pytest.raises(CheckpointException) as caught:
+        read({"w": torch.zeros(3)}, reader)
+    assert "exchanges nothing" in str(failures(caught))
 
 
 def test_parameters_are_filled_in_place_and_autograd_notices(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 
 import asyncckpt
 from asyncckpt import Checkpointer, SaveOptions, ShardedArray
+from asyncckpt.adapters.sharded_array import ShardedAdapter
 from asyncckpt.errors import (
     MismatchError,
     ShapeMismatchError,
     TreeMismatchError,
     UnsupportedLeafError,
 )
+from asyncckpt.ports import Source
 from asyncckpt.save import shared_plan
+from asyncckpt.save.stage import Staging
 from tests.session.together.job import Job, equal, state
 
 two_and_four = pytest.mark.parametrize("job", [2, 4], indirect=True)
@@ -165,11 +169,14 @@ def test_values_per_process_of_some_processes_come_back_to_them(
     lacking = "".join(map(str, {0, 1, 2} - savers))
     for error in job.play(asking):
         assert isinstance(error, MismatchError)
-        assert re.search(rf"loader: process [{lacking}] has saved no value of its own", str(error))
+        found = re.search(rf"loader: process ([{lacking}]) has saved no value", str(error))
+        assert found is not None
+        assert [str(error.expected), str(error.found)] == [found[1], str(sorted(savers))]
     job.count = 2
     for error in job.play(asking):
         assert isinstance(error, MismatchError)
-        assert "3 processes have saved values of their own, and 2 restore" in str(error)
+        assert "3 processes have saved this checkpoint, and 2 restore it" in str(error)
+        assert [str(error.expected), str(error.found)] == ["2", "3"]
 
 
 def test_a_value_per_process_of_a_single_process(tmp_path: Path) -> None:
@@ -360,3 +367,38 @@ def test_more_threads_than_memory_compare_replicas_within_the_budget(job: Job) -
 
     nbytes = 64 << 20
     assert job.play(part, save_options=SaveOptions(host_memory_nbytes=nbytes)) == [1] * job.count
+
+
+def test_small_shards_are_copied_only_once_they_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process sends its boxes of small divided leaves to process 0 before all other leaves."""
+    own, looks, copied = ShardedAdapter.source, Counter[int](), Counter[int]()
+
+    def source(self: ShardedAdapter, path: str, leaf: ShardedArray) -> Source:
+        def pending(source: Source) -> bool:
+            looks[id(source)] += 1
+            return looks[id(source)] < 3
+
+        made = own(self, path, leaf)
+        made.pending = pending
+        return made
+
+    def parts(self: Staging) -> Any:
+        for part in self.plan.parts:
+            copied[looks[id(self.sources[self.plan.arrays.leaf.item(part.array)])]] += 1
+        return copy(self)
+
+    copy = Staging.parts
+    monkeypatch.setattr(ShardedAdapter, "source", source)
+    monkeypatch.setattr(Staging, "parts", parts)
+    job = Job(tmp_path, 2)
+    values = np.arange(8.0)
+
+    async def part(ckpt: Checkpointer, process: int) -> Any:
+        half = values[4 * process : 4 * process + 4]
+        await ckpt.save(1, {"w": ShardedArray((8,), "float64", [((4 * process,), half)])})
+        return (await ckpt.restore())["w"].tolist()
+
+    assert job.play(part) == [values.tolist()] * 2
+    assert set(copied) == {3}
