@@ -61,28 +61,30 @@ def interrupted(module: str, runs: Mapping[str, Run], root: Path) -> dict[str, O
     """
     with blocking.Checkpointer(root) as ckpt:
         first = [_first_half(run, ckpt, number) for number, run in enumerate(runs.values())]
-    printed = children.output(
+    result = root.with_suffix(".json")  # not a pipe: it is longer than what a pipe holds
+    children.output(
         """
         import importlib, sys
         from tests.states import resuming
-        resuming.second_halves(importlib.import_module(sys.argv[1]).RUNS, sys.argv[2])
+        resuming.second_halves(importlib.import_module(sys.argv[1]).RUNS, *sys.argv[2:])
         """,
         module,
         root,
+        result,
     )
-    second = json.loads(printed.splitlines()[-1])
+    second = json.loads(result.read_text())
     return {
         name: Outcome(losses + rest["losses"], rest["leaves"])
         for name, losses, rest in zip(runs, first, second, strict=True)
     }
 
 
-def second_halves(runs: Mapping[str, Run], root: str) -> None:
-    """The new process: every run goes on, and its outcome is printed as JSON."""
+def second_halves(runs: Mapping[str, Run], root: str, result: str) -> None:
+    """The new process: every run goes on, and its outcome is written as JSON."""
     with blocking.Checkpointer(root) as ckpt:
         assert ckpt.steps() == list(range(len(runs)))
         outcomes = [_second_half(run, ckpt, number) for number, run in enumerate(runs.values())]
-    print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes]))
+    Path(result).write_text(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes]))
 
 
 def _first_half(run: Run, ckpt: blocking.Checkpointer, number: int) -> list[str]:
