@@ -47,8 +47,8 @@ bench: $(VENV)/.installed-bench  ## measure on local disk, the short form: six m
 	$(PY) -m benchmarks
 
 bench-full: $(VENV)/.installed-bench  ## every workload with every peer: one to two hours
-	$(PY) -m benchmarks --full --only W1 W2 W3 W3-odd W4-1k W4-10k W4z-1k W4z-10k training W7 W8 W9 \
-	  budgets growth
+	$(PY) -m benchmarks --full --only W1 W2 W3 W3-odd W4-1k W4-10k W4-10k-jax W4-10k-torch W4z-1k \
+	  W4z-10k training W7 W8 W9 budgets growth
 	$(PY) -m benchmarks --full --only W5 W4-100k W2-large --name full-2
 
 bench-remote: $(VENV)/.installed-bench  ## measure on simulated object stores: six minutes

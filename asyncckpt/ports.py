@@ -615,8 +615,9 @@ class ArrayAdapter(Protocol):
     """Everything the pipeline needs to know about one framework's arrays.
 
     `source` and `target` run in the caller's thread and are cheap; `fetch` and `place` run in
-    worker threads. So the former capture thread-local framework state (x64 mode, grad mode, CUDA
-    device and stream), and the latter replay it.
+    worker threads, as `source` may for leaves that it `opens_anywhere`. So the former capture
+    thread-local framework state (x64 mode, grad mode, CUDA device and stream), and the latter
+    replay it.
     """
 
     def owns(self, kind: type) -> bool:
@@ -660,6 +661,9 @@ class FrameworkAdapter(ArrayAdapter, Protocol):
     """
 
     name: str
+
+    def opens_anywhere(self, leaf: Any) -> bool:
+        """Return whether `source` needs nothing of the caller's thread for this leaf. Fast."""
 
     def refuses(self, path: str, dtype: str) -> DtypeMismatchError | None:
         """Return the error if `leaf` cannot hold this zarr dtype unchanged, naming the path."""

@@ -186,6 +186,22 @@ def small(count: int, *, seed: int = 4) -> Workload:
     return Workload(SMALL_LEAVES + _thousands(count), title, tree)
 
 
+def small_of(framework: str, count: int) -> Workload:
+    """W4 as arrays of ``"jax"`` or ``"torch"``; its scalars stay."""
+    if framework == "jax":
+        from jax.numpy import asarray as convert
+    else:
+        from torch import from_numpy as convert
+    made = small(count)
+    tree = {
+        name: {
+            key: convert(leaf) if hasattr(leaf, "dtype") else leaf for key, leaf in group.items()
+        }
+        for name, group in made.tree.items()
+    }
+    return Workload(f"{made.id}-{framework}", f"{made.title}, of {framework}", tree)
+
+
 def compressed(count: int, *, seed: int = 5) -> Workload:
     """W4z: `count` fp32 leaves of 4 KiB, to be compressed with zstd."""
     values = random_floats(_generator(seed), (count, 1024), "f4")

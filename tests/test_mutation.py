@@ -19,6 +19,8 @@ import torch
 
 import asyncckpt
 from asyncckpt.options import MIB
+from asyncckpt.save import snapshot
+from asyncckpt.save.snapshot import AT_ONCE
 from tests.script import Script, in_thread
 
 RNG_SEED = 7
@@ -145,6 +147,7 @@ def keep(tree: Any) -> Any:
     return [keep(value) for value in tree] if isinstance(tree, list) else tree
 
 
+@pytest.mark.parametrize("at_once", [AT_ONCE, 0], ids=["opened at once", "opened later"])
 @pytest.mark.parametrize(
     ("act", "thread", "compression"),
     [
@@ -155,8 +158,14 @@ def keep(tree: Any) -> Any:
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 async def test_the_checkpoint_holds_the_values_at_the_call(
-    tmp_path: Path, act: Callable[[dict[str, Any]], None], thread: bool, compression: Any
+    tmp_path: Path,
+    act: Callable[[dict[str, Any]], None],
+    thread: bool,
+    compression: Any,
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(snapshot, "AT_ONCE", at_once)
     options = asyncckpt.SaveOptions(compression=compression, chunk_nbytes=1 * MIB)
     async with asyncckpt.Checkpointer(tmp_path, save_options=options) as ckpt:
         state = leaves()

@@ -49,6 +49,7 @@ class AdapterSet:
         self.adapters = tuple(adapters)
         self.nodes = tuple(nodes)
         self._resolved: dict[type, ArrayAdapter | str | None] = {}
+        self._opens_anywhere: dict[type, Callable[[Any], bool]] = {}
 
     @cached_property
     def frameworks(self) -> dict[str, FrameworkAdapter]:
@@ -63,6 +64,23 @@ class AdapterSet:
             owner = next((adapter for adapter in self.adapters if adapter.owns(kind)), None)
             found = self._resolved[kind] = KINDS.get(kind) or owner
             return found
+
+    def opens_anywhere(self, leaf: Any) -> bool:
+        """Return whether another thread than the caller's can open the leaf."""
+        kind = type(leaf)
+        check = self._opens_anywhere.get(kind)
+        if check is None:
+            found = self.resolve(kind)
+            if isinstance(found, FrameworkAdapter):
+                check = found.opens_anywhere
+            else:
+                is_scalar = isinstance(found, str)
+
+                def check(leaf: Any) -> bool:
+                    return is_scalar
+
+            self._opens_anywhere[kind] = check
+        return check(leaf)
 
     def expected_by(self, owner: type) -> FrameworkAdapter | None:
         """Return the adapter of the arrays that a class expects in its state dict, if known."""

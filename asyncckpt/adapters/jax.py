@@ -69,6 +69,9 @@ class JaxAdapter:
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct, jax.core.Tracer))
 
+    def opens_anywhere(self, leaf: Any) -> bool:
+        return hasattr(leaf, "is_ready")  # no typed key, whose data JAX computes, nor abstract
+
     def source(self, path: str, leaf: Any) -> Source:
         if isinstance(leaf, jax.core.Tracer):
             raise UnsupportedLeafError(
@@ -81,6 +84,7 @@ class JaxAdapter:
             raise unsupported_dtype(path, "jax", leaf.dtype)
         try:
             deleted = leaf.is_deleted()
+            ready = deleted or name is None or leaf.is_ready()  # at once: see rule 3
         except AttributeError:
             raise UnsupportedLeafError(
                 f"{path}: a {type(leaf).__name__} has no values to save; pass the array", path=path
@@ -95,7 +99,7 @@ class JaxAdapter:
             return self._key_source(path, leaf)
         single = _single_device(leaf.sharding)
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
-        source.captured, source.pending = leaf, None if leaf.is_ready() else _pending
+        source.captured, source.pending = leaf, None if ready else _pending
         if not single and jax_memory.offloads(leaf.sharding, name):
             source.offload = self.offload
             if leaf.size <= jax_memory.MAX_DYNAMIC_OFFSET:

@@ -27,6 +27,9 @@ class NumpyAdapter:
     def owns(self, kind: type) -> bool:
         return issubclass(kind, (np.ndarray, np.generic))
 
+    def opens_anywhere(self, leaf: Any) -> bool:
+        return isinstance(leaf, np.generic) or type(leaf) is np.ndarray
+
     def source(self, path: str, leaf: Any) -> Source:
         name = _dtype_name(path, leaf)
         plain = np.asarray(leaf)

@@ -81,6 +81,10 @@ class TorchAdapter:
     def owns(self, kind: type) -> bool:
         return issubclass(kind, torch.Tensor)
 
+    def opens_anywhere(self, leaf: Any) -> bool:
+        # Others need the caller's current stream, or are subclasses that may run any code.
+        return type(leaf) in _PLAIN and leaf.is_cpu
+
     def source(self, path: str, leaf: Any) -> Source:
         leaf = waited(leaf)
         name = _dtype_name(path, leaf)

@@ -47,7 +47,7 @@ from asyncckpt.save.plan_cache import (
     terms_for,
     untie,
 )
-from asyncckpt.save.snapshot import SaveRequest
+from asyncckpt.save.snapshot import SaveRequest, check_alone
 from asyncckpt.save.stage import Staging
 from asyncckpt.save.upload import DataFiles
 from asyncckpt.stores.paths import below
@@ -231,20 +231,26 @@ class Save:
     async def _run(self) -> SaveReport:
         request, store, state = self.request, self.store, self.state
         positional = store.capabilities.positional_writes
+        snapshot, compute = request.snapshot, self.runtime.engine.compute
+        if snapshot.rest is None:  # a hop takes longer
+            snapshot.tie()
+        else:
+            with self._recorder.span("snapshot"):
+                await compute.run(snapshot.tie)
+            if not self.shared:
+                check_alone(snapshot)
         if self.claim is not None:
             self._epoch = await self.claim()
         if positional and not request.overwrite:
             await self._refuse_existing()
-        request.snapshot.tie()
-        terms = terms_for(self.runtime, store, request.snapshot.nbytes, request.options)
+        terms = terms_for(self.runtime, store, snapshot.nbytes, request.options)
         sizes = terms.sizes
         hits = self.layouts.hits
         budget = self.runtime.budget
         try:
             with self._recorder.span("plan"):
-                if request.snapshot.tied and request.options.leaf_options is not None:
-                    compute = self.runtime.engine.compute
-                    await compute.run(untie, request.snapshot, request.options)
+                if snapshot.tied and request.options.leaf_options is not None:
+                    await compute.run(untie, snapshot, request.options)
                 layout = await self._plan(terms)
             request = self.request  # with the tree of all processes, if trees differ
             plan, cached = layout.plan, self.layouts.hits > hits

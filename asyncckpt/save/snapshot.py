@@ -1,7 +1,7 @@
 """Snapshot of a tree: its structure and scalars at the time of the call, and its arrays opened.
 
 Made in the caller's thread, before the first await of a save, so that later changes of containers
-and scalars do not affect it.
+and scalars do not affect it; many arrays are opened by a worker thread while the caller waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import bisect
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -36,6 +36,10 @@ from asyncckpt.tree import Structure, flatten, where
 
 NAMED_LEAVES = 20
 """Unsupported leaves that one error describes; the rest are counted."""
+
+AT_ONCE = 1000
+"""Most leaves that are opened in the caller's thread, at up to 6 µs each. Of more, it opens those
+that depend on its state, and a worker thread the rest."""
 
 
 class Sources(Sequence[Source]):
@@ -115,6 +119,8 @@ class Snapshot:
         held: this process's part of each array, by array index, if the trees of processes differ.
         only_here: leaf indices of scalars that process 0 lacks and this process sends to it.
         uneven: some leaves exist only on some processes.
+        rest: opens the leaves that `take_snapshot` has left to `tie`, and completes the columns;
+            None if there are none.
     """
 
     structure: Structure
@@ -130,12 +136,15 @@ class Snapshot:
     held: dict[int, OwnPart] = field(default_factory=dict)
     only_here: list[int] = field(default_factory=list)
     uneven: bool = False
+    rest: Callable[[], None] | None = None
 
     def tie(self) -> None:
-        """Find the arrays that share the bytes of earlier ones, and count the bytes.
+        """Open the rest, find the arrays that share the bytes of earlier ones, count the bytes.
 
-        Not part of `take_snapshot`, which holds the caller's event loop.
+        Not part of `take_snapshot`, which holds the caller's event loop. Errors: as that.
         """
+        if self.rest is not None:
+            self.rest()
         sources = self.sources
         self.tied |= _tied(sources)
         nbytes = [a.nbytes for a in sources.plain if a is not None]
@@ -202,9 +211,10 @@ class SaveRequest:
 
 
 def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
-    """Copy the tree's structure and scalars, and open its arrays for staging.
+    """Copy the tree's structure and scalars, and open its arrays for staging, or most of them.
 
-    `adapters` defaults to those of the imported frameworks.
+    `adapters` defaults to those of the imported frameworks. Of more than `AT_ONCE` leaves, those
+    that another thread can open are left to `Snapshot.rest`.
 
     Raises:
         UnsupportedLeafError: names the path of every leaf that cannot be saved, and what can.
@@ -214,40 +224,79 @@ def take_snapshot(tree: Any, adapters: AdapterSet | None = None) -> Snapshot:
     flat = flatten(tree, adapters.nodes)
     leaves, count = flat.leaves, len(flat.leaves)
     snapshot = Snapshot(flat.structure, flat.paths, ["numpy"] * count, [None] * count)
-    # Columns keep small leaves cheap for the caller: an ordinary array needs no object and no call.
-    known = _PlainSpecs()
-    spec_of = [known[a.dtype, a.shape] if type(a) is np.ndarray else None for a in leaves]
-    opened: dict[int, Source] = {}
-    refused: list[UnsupportedLeafError] = []
-    others = [leaf for leaf, spec in enumerate(spec_of) if spec is None]
-    with without_collections():
-        for leaf in others:
-            path, value = flat.paths[leaf], leaves[leaf]
+    opening = _Opening(snapshot, adapters, leaves)
+    if count > AT_ONCE:
+        opening.open(
+            leaf
+            for leaf, value in enumerate(leaves)
+            if type(value) is not np.ndarray and not adapters.opens_anywhere(value)
+        )
+        if not opening.refused:
+            snapshot.rest = opening.finish
+            return snapshot
+    opening.finish()
+    return snapshot
+
+
+@dataclass(slots=True, eq=False)
+class _Opening:
+    """A snapshot while its leaves are opened.
+
+    Attributes:
+        opened: sources of arrays, by leaf index.
+        refused: errors of leaves that cannot be saved, by leaf index.
+    """
+
+    snapshot: Snapshot
+    adapters: AdapterSet
+    leaves: list[Any]
+    opened: dict[int, Source] = field(default_factory=dict)
+    refused: dict[int, UnsupportedLeafError] = field(default_factory=dict)
+
+    @without_collections()
+    def open(self, numbers: Iterable[int]) -> None:
+        """Open some of the leaves."""
+        snapshot, leaves = self.snapshot, self.leaves
+        for leaf in numbers:
+            path, value = snapshot.paths[leaf], leaves[leaf]
             try:
-                found = _open(path, value, adapters)
+                found = _open(path, value, self.adapters)
                 if found is None:
                     snapshot.kinds[leaf], snapshot.values[leaf] = encode_scalar(value)
                     snapshot.scalars[leaf] = value
                 else:
-                    opened[leaf], spec_of[leaf] = found, found.spec
+                    self.opened[leaf] = found
             except UnsupportedLeafError as error:
                 if error.path is None:  # `encode_scalar` does not know it
                     error = UnsupportedLeafError(f"{where(path)}: {error}", path=path)
-                refused.append(error)
-    if refused:
-        raise _of_all(refused)
-    array_leaf, sources = snapshot.array_leaf, snapshot.sources
-    array_leaf += compress(range(count), spec_of)
-    sources.specs += filter(None, spec_of)
-    sources.plain += compress(leaves, spec_of)
-    for leaf, source in opened.items():
-        number = bisect.bisect_left(array_leaf, leaf)
-        sources.plain[number] = None
-        sources.opened[number] = source
-        snapshot.kinds[leaf] = source.framework
-        if source.extra:
-            snapshot.extra[leaf] = source.extra
-    return snapshot
+                self.refused[leaf] = error
+
+    def finish(self) -> None:
+        """Open the other leaves, and set the snapshot's columns of arrays.
+
+        Raises:
+            UnsupportedLeafError: as `take_snapshot`.
+        """
+        # Columns keep small leaves cheap: an ordinary array needs no object and no call.
+        snapshot, leaves, known = self.snapshot, self.leaves, _PlainSpecs()
+        specs = [known[a.dtype, a.shape] if type(a) is np.ndarray else None for a in leaves]
+        done = {*self.opened, *self.refused, *snapshot.scalars}
+        self.open([n for n, spec in enumerate(specs) if spec is None and n not in done])
+        if self.refused:
+            raise _of_all([self.refused[leaf] for leaf in sorted(self.refused)])
+        for leaf, source in self.opened.items():
+            specs[leaf], snapshot.kinds[leaf] = source.spec, source.framework
+            if source.extra:
+                snapshot.extra[leaf] = source.extra
+        array_leaf, sources = snapshot.array_leaf, snapshot.sources
+        array_leaf += compress(range(len(specs)), specs)
+        sources.specs += filter(None, specs)
+        sources.plain += compress(leaves, specs)
+        for leaf, source in self.opened.items():
+            number = bisect.bisect_left(array_leaf, leaf)
+            sources.plain[number] = None
+            sources.opened[number] = source
+        snapshot.rest = None
 
 
 class _PlainSpecs(dict[tuple[np.dtype[Any], tuple[int, ...]], ArraySpec | None]):

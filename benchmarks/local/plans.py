@@ -74,6 +74,7 @@ def _short(size: int) -> Runs:
         "W4z-1k": compressed(1_000),
         "W4z-10k": compressed(10_000),
         "W1": Plan(llama, moved | {COLD, STALL, FIRST, LAG}, fastest()).run,
+        **_lags(),
         "training": lambda suite: training.run(suite, size // TRAINED, TRAINING),
         "W3": Plan(functools.partial(workloads.single, size), moved).run,
     }
@@ -97,6 +98,7 @@ def _full(size: int) -> Runs:
         "W4-10k": Plan(
             functools.partial(workloads.small, 10_000), small | {STALL, LAG}, families
         ).run,
+        **_lags(),
         "W4z-1k": Plan(
             functools.partial(workloads.compressed, 1_000), frozenset((SAVE, WARM)), zstd
         ).run,
@@ -114,6 +116,17 @@ def _full(size: int) -> Runs:
         ).run,
         "W4-100k": Plan(functools.partial(workloads.small, 100_000), small, families).run,
         "W2-large": functools.partial(_largest, size=LARGEST * size),
+    }
+
+
+def _lags() -> Runs:
+    """Return the loop lag of small leaves of the frameworks that are installed."""
+    return {
+        f"W4-10k-{name}": Plan(
+            functools.partial(workloads.small_of, name, 10_000), frozenset((LAG,))
+        ).run
+        for name in ("jax", "torch")
+        if importlib.util.find_spec(name) is not None
     }
 
 

@@ -319,6 +319,7 @@ def test_small_arrays_leave_no_object_that_the_collector_tracks() -> None:
     gc.collect()
     before = len(gc.get_objects())
     found = take_snapshot(tree)
+    found.tie()
     gc.collect()
     assert len(gc.get_objects()) - before < 100
     assert len(found.sources) == 3000

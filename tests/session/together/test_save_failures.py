@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import asyncckpt
 from asyncckpt import Checkpointer, LeafOptions, SaveOptions, ShardedArray, options
@@ -29,7 +30,7 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
     UsageError,
 )
-from asyncckpt.save import shared_plan
+from asyncckpt.save import shared_plan, snapshot
 from asyncckpt.save.commit import Committable
 from asyncckpt.save.shared import SharedSave
 from asyncckpt.session.root import Root
@@ -73,6 +74,15 @@ def on(process: int, error: Callable[[], Any]) -> Part:
 @pytest.mark.parametrize("process", [0, 1])
 def test_an_unsupported_leaf_on_one_process(job: Job, process: int) -> None:
     part = on(process, lambda: {**state(), "odd": object()})
+    fails(job, part, UnsupportedLeafError, "odd")
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_leaf_that_a_worker_thread_refuses_on_one_process(
+    job: Job, process: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "AT_ONCE", 0)
+    part = on(process, lambda: {**state(), "odd": torch.ones(3).to_sparse()})
     fails(job, part, UnsupportedLeafError, "odd")
 
 
