@@ -12,6 +12,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 from asyncckpt.errors import AsyncCheckpointError, DeadlineExceededError, SaveAbortedError
@@ -21,6 +22,8 @@ from asyncckpt.options import CLEANUP_S
 
 _FAILED = " failed: "
 """Separator of place and action from the reason in store errors."""
+
+_troubles: ContextVar[list[str] | None] = ContextVar("_troubles", default=None)
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -127,6 +130,23 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+def troubles() -> list[str]:
+    """Return a list that holds the last text given to `troubled` in this task and those it starts.
+
+    It says why an operation may be late, and is empty as long as nothing has failed.
+    """
+    found: list[str] = []
+    _troubles.set(found)
+    return found
+
+
+def troubled(text: str) -> None:
+    """Note a failed try that is repeated, for the error of the operation's deadline."""
+    found = _troubles.get()
+    if found is not None:
+        found[:] = [f"; the last try that failed: {text}"]
+
+
 @contextlib.asynccontextmanager
 async def within(
     seconds: float | None, location: str, failure: str, option: str, *, begun: float | None = None
@@ -140,13 +160,14 @@ async def within(
     """
     spent_s = 0.0 if begun is None else time.perf_counter() - begun
     timeout = asyncio.timeout(None if seconds is None else seconds - spent_s)
+    found = troubles()
     try:
         async with timeout:
             yield
     except (TimeoutError, SaveAbortedError):
         if not timeout.expired():
             raise
-        text = f"{location}: {failure} within {seconds} s; raise {option}"
+        text = f"{location}: {failure} within {seconds} s; raise {option}{''.join(found)}"
         raise DeadlineExceededError(text, location=location) from None
 
 

@@ -28,7 +28,7 @@ from asyncckpt.errors import (
     SaveAbortedError,
 )
 from asyncckpt.flow.recorder import Recorder
-from asyncckpt.flow.shield import add_note, forget_frames, leading_error, to_completion
+from asyncckpt.flow.shield import add_note, forget_frames, leading_error, to_completion, troubles
 from asyncckpt.flow.threads import Outcome
 from asyncckpt.format.record import RECORD_NAME, is_record
 from asyncckpt.log import logger
@@ -178,6 +178,7 @@ class Save:
         left_s = deadline_s and deadline_s - (time.perf_counter() - self.request.begun)
         recorder = self._recorder
         recorder.add("snapshot", recorder.begun, until=self.request.snapshot_done)
+        self._troubles = troubles()
         try:
             self._timeout = asyncio.timeout(left_s)
             async with self._timeout, turn:
@@ -215,7 +216,7 @@ class Save:
                 f"{self._location}: the save did not finish within "
                 f"{self.request.options.deadline_s} s (it was in {state.stage}{share}) and was "
                 "aborted; earlier checkpoints are intact. Raise SaveOptions.deadline_s or save "
-                "less",
+                f"less{''.join(self._troubles)}",
                 stage=state.stage,
                 location=self._location,
             )

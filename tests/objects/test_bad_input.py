@@ -216,6 +216,29 @@ async def test_a_store_that_never_answers(
         told.check(objects=sim.objects("bucket").values())
 
 
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_a_deadline_names_the_answer_for_which_requests_are_repeated(
+    told: Told, kind: str
+) -> None:
+    async with Simulator(credentials=KNOWN) as sim:
+        scheme, options = options_of(kind, sim)
+        url, soon, named = f"{scheme}://bucket/run/1", 2.0, "the last try that failed: .*503"
+        await asyncckpt.save(url, state(1), storage_options=options)
+        sim.faults.append(Fault(kind=("put_object", "get_object"), number=0, status=503))
+        call = asyncckpt.save(
+            f"{scheme}://bucket/run/2",
+            state(1),
+            storage_options=options,
+            options=SaveOptions(deadline_s=soon),
+        )
+        await told.error(call, DeadlineExceededError, named)
+        call = asyncckpt.restore(
+            url, storage_options=options, options=RestoreOptions(deadline_s=soon)
+        )
+        await told.error(call, DeadlineExceededError, named)
+        told.check(objects=sim.objects("bucket").values())
+
+
 @pytest.mark.parametrize("hanging", ["*/d/*", "*/probe-*"], ids=["data", "probe"])
 @pytest.mark.parametrize("kind", CLIENTS)
 async def test_a_store_that_stops_answering_during_an_upload(

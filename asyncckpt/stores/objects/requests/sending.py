@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from asyncckpt.flow.limiter import Limiter, Permit
-from asyncckpt.flow.shield import uninterrupted
+from asyncckpt.flow.shield import troubled, uninterrupted
 from asyncckpt.log import logger
 from asyncckpt.stores.objects.clients.client import RETRYABLE, Kind, RequestError
 from asyncckpt.stores.objects.requests.concurrency import ConcurrencyController
@@ -184,6 +184,7 @@ class Sender:
                     error.detail += f" (tried {this.failed} times in {spent_s:.1f} s)"
                     raise
                 spent_s += wait_s
+                troubled(f"{self.url}: {error}")
                 logger.info(
                     "%s: %s; try %d of %d follows in %.2f s",
                     self.url, error, this.failed + 1, self.policy.retry.tries, wait_s,
