@@ -21,9 +21,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import asyncckpt
 from asyncckpt import blocking
+from asyncckpt.adapters.numpy import NumpyAdapter
+from asyncckpt.adapters.torch import TorchAdapter
 from asyncckpt.coordinators.choice import SingleProcess
 from asyncckpt.errors import CheckpointExistsError, SaveAbortedError, StoreError, UsageError
 from asyncckpt.flow.driver import run_blocking
@@ -524,6 +527,62 @@ def test_an_exception_of_a_signal_handler_is_raised_once_the_call_has_let_go_of_
             call(ckpt, {"w": np.zeros(50_000), "step": 1})
         assert jobs and all(job.done() for job in jobs)
         assert ckpt.steps() == [0]
+
+
+def test_an_exception_of_a_signal_handler_never_ends_the_main_thread_for_later_calls() -> None:
+    """CPython 3.11 ends it for `threading` if the handler raises inside of `Thread.is_alive`."""
+    out = children.output(
+        """
+        import os, sys, tempfile
+        from asyncckpt import blocking
+
+        class Expired(Exception):
+            pass
+
+        def signalled(frame, event, _):
+            if frame.f_code.co_name == "_wait_for_tstate_lock":
+                sys.setprofile(None)
+                raise Expired
+
+        with tempfile.TemporaryDirectory() as root:
+            ckpt = blocking.Checkpointer(root)
+            ckpt.save(0, {"a": 1})
+            sys.setprofile(signalled)
+            try:
+                ckpt.save(1, {"a": 1})
+            except Expired:
+                print("expired")
+            sys.setprofile(None)
+            ckpt.save(2, {"a": 1})
+            blocking.save(os.path.join(root, "once"), {"a": 1})
+            ckpt.close()
+        """
+    )
+    assert out == ""
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("call", ["save", "restore"])
+def test_a_timeout_of_a_signal_handler_is_not_blamed_on_a_leaf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, call: str
+) -> None:
+    leaf = np.ones(3, ">f4") if kind == "numpy" else torch.ones(3)
+    adapter = NumpyAdapter if kind == "numpy" else TorchAdapter
+    blocking.save(tmp_path / "x", {"a": leaf})
+    name = "source" if call == "save" else "target"
+    usual = getattr(adapter, name)
+
+    def expired(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(adapter, name, usual)  # a signal comes once
+        raise Expired
+
+    monkeypatch.setattr(adapter, name, expired)
+    with pytest.raises(Expired):
+        if call == "save":
+            blocking.save(tmp_path / "y", {"a": leaf})
+        else:
+            blocking.restore(tmp_path / "x", like={"a": leaf})
+    blocking.save(tmp_path / "y", {"a": leaf})
 
 
 @pytest.mark.parametrize("call", ["start_save", "save", "restore_into"])

@@ -6,6 +6,8 @@
 #   the pipeline drops `Source.view` and `Source.views` as soon as the leaf is staged.
 # Rule 3: read only shape, dtype and sharding of a deleted array (`is_ready` on one aborts the
 #   process with jaxlib 0.10).
+# Rule 4: views are made in the caller's thread: one that is made while another thread deletes the
+#   array ends the process.
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ class JaxAdapter:
         return issubclass(kind, (jax.Array, jax.ShapeDtypeStruct, jax.core.Tracer))
 
     def opens_anywhere(self, leaf: Any) -> bool:
-        return hasattr(leaf, "is_ready")  # no typed key, whose data JAX computes, nor abstract
+        return False  # rule 4
 
     def source(self, path: str, leaf: Any) -> Source:
         if isinstance(leaf, jax.core.Tracer):
@@ -84,7 +86,6 @@ class JaxAdapter:
             raise unsupported_dtype(path, "jax", leaf.dtype)
         try:
             deleted = leaf.is_deleted()
-            ready = deleted or name is None or leaf.is_ready()  # at once: see rule 3
         except AttributeError:
             raise UnsupportedLeafError(
                 f"{path}: a {type(leaf).__name__} has no values to save; pass the array", path=path
@@ -99,7 +100,7 @@ class JaxAdapter:
             return self._key_source(path, leaf)
         single = _single_device(leaf.sharding)
         source = Source(array_spec(leaf.shape, name), leaf, None, ("jax", id(leaf)), "jax")
-        source.captured, source.pending = leaf, None if ready else _pending
+        source.captured, source.pending = leaf, None if leaf.is_ready() else _pending
         if not single and jax_memory.offloads(leaf.sharding, name):
             source.offload = self.offload
             if leaf.size <= jax_memory.MAX_DYNAMIC_OFFSET:

@@ -79,6 +79,15 @@ def unsupported(path: str, leaf: object, verb: str = "stored") -> UnsupportedLea
     )
 
 
+def fails_again(call: Callable[[], object]) -> bool:
+    """Return whether a call that has failed does so again: else a signal handler had raised."""
+    try:
+        call()
+    except Exception:
+        return True
+    return False
+
+
 def unreadable(path: str, leaf: object, error: Exception) -> UnsupportedLeafError:
     """Return the error for an array whose adapter raised this error."""
     kind = type(leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -36,4 +37,15 @@ def without_collections() -> Iterator[None]:
             with _lock:
                 if _blocks == 1 and _was_enabled:
                     gc.enable()
-                _blocks -= 1
+                _blocks = max(0, _blocks - 1)
+
+
+def _end_in_child() -> None:
+    """End the blocks of the parent's threads, which a forked child does not have."""
+    global _lock, _blocks
+    if _blocks and _was_enabled:
+        gc.enable()
+    _lock, _blocks = threading.RLock(), 0
+
+
+os.register_at_fork(after_in_child=_end_in_child)

@@ -246,6 +246,7 @@ class Engine:
         self.drain_deadline_s = 0.0
         self.io = Workers(IO_THREADS, f"{name}-io")
         self.compute = Workers(min(COMPUTE_THREADS_MAX, os.cpu_count() or 1), f"{name}-compute")
+        _register_exit_hook()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "running" if self._thread else "not started"
@@ -410,7 +411,6 @@ class Engine:
         loop = thread = None
         _live.add(self)
         try:
-            _register_exit_hook()
             # A uvloop loop keeps the context variables of its creation.
             loop = contextvars.Context().run(_new_loop)
             thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
@@ -583,10 +583,9 @@ def _register_exit_hook() -> None:
     register = getattr(threading, "_register_atexit", atexit.register)
     try:
         register(_drain_all)
+        _hook_registered = True
     except RuntimeError:  # threading's own hooks have been called
         _exit_begun = True
-        raise
-    _hook_registered = True
 
 
 def _drain_all() -> None:
@@ -606,8 +605,10 @@ def _drain_all() -> None:
 
 def exiting() -> bool:
     """Return whether the interpreter has begun to exit, so that a new job might never end."""
-    # The main thread counts as ended as soon as the interpreter waits for the other threads.
-    return _exit_begun or not threading.main_thread().is_alive()
+    # The main thread counts as ended as soon as the interpreter waits for the other threads. It
+    # must not ask that itself: CPython 3.11 ends it if a signal handler raises in `is_alive`.
+    main = threading.main_thread()
+    return _exit_begun or not (main is threading.current_thread() or main.is_alive())
 
 
 def call_at_exit(call: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncckpt.adapters import AdapterSet, NewState, adapter_named, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import NumpyAdapter
-from asyncckpt.adapters.python import unreadable, unsupported
+from asyncckpt.adapters.python import fails_again, unreadable, unsupported
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError
 from asyncckpt.flow.collector import without_collections
 from asyncckpt.options import RestoreOptions
@@ -351,6 +351,8 @@ def _target_leaves(
             except AsyncCheckpointError:
                 raise
             except Exception as error:  # raised by a subclass, or for a traced value
+                if not fails_again(partial(adapter.target, path, leaf, in_place=fill)):
+                    raise
                 raise unreadable(path, leaf, error) from error
             if is_plain and leaf.dtype == DTYPES[target.spec.dtype]:
                 known[leaf.dtype, leaf.shape] = specs[number] = target.spec

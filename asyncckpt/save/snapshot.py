@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from asyncckpt.adapters import AdapterSet, adapters_for_loaded_frameworks
 from asyncckpt.adapters.numpy import memory_identity
-from asyncckpt.adapters.python import unreadable, unsupported
+from asyncckpt.adapters.python import fails_again, unreadable, unsupported
 from asyncckpt.errors import AsyncCheckpointError, UnsupportedLeafError, UsageError
 from asyncckpt.flow.collector import without_collections
 from asyncckpt.format.fields import MAX_RANK
@@ -449,6 +449,8 @@ def _open(path: str, value: Any, adapters: AdapterSet) -> Source | None:
     except AsyncCheckpointError:
         raise
     except Exception as error:  # raised by a subclass or a traced value
+        if not fails_again(lambda: found.source(path, value)):
+            raise
         raise unreadable(path, value, error) from error
     rank = len(source.spec.shape)
     if rank > MAX_RANK:

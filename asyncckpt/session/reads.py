@@ -39,12 +39,16 @@ Read = Callable[[CheckpointFiles, int | None], Awaitable[T]]
 """Returns a result for the files of a checkpoint and its step."""
 
 
+TRIES = 3
+"""How often one process reads a checkpoint that other saves replace meanwhile."""
+
+
 class Reads:
     """Restores, inspects and verifies for one session. Used on its engine only.
 
     Each method reads the checkpoint of a step, of the newest step (None), or the one-shot
-    checkpoint. It raises a `CheckpointNotFoundError` if the checkpoint is deleted or replaced
-    meanwhile; with None it reads the next newest step instead.
+    checkpoint. If it is replaced meanwhile, a single process reads the new one instead. It raises a
+    `CheckpointNotFoundError` if it is deleted; with None it reads the next newest step instead.
 
     Attributes:
         pinned: number of reads in progress, by name of checkpoint.
@@ -176,8 +180,13 @@ class Reads:
 
     async def _read(self, verb: Verb, step: int | None, read: Read[T]) -> T:
         if self._root.name or step is not None:
-            files = self._root.store.files(self._root.name or str(step))
-            return await self._read_one(verb, step, files, read)
+            for tries_left in reversed(range(TRIES if self._processes.alone else 1)):
+                files = self._root.store.files(self._root.name or str(step))
+                try:
+                    return await self._read_one(verb, step, files, read)
+                except CheckpointNotFoundError as error:
+                    if error.found != "replaced" or not tries_left:
+                        raise
         newest, below = await self._steps.newest(), None
         gone: set[int] = set()
         while newest is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,29 @@ def test_the_collector_runs_again_after_the_block_and_after_an_error() -> None:
     assert gc.isenabled()
     with pytest.raises(KeyError), without_collections():
         raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_child_forked_while_another_thread_is_in_a_block_has_its_collector() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with without_collections():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        enabled = gc.isenabled()
+        with without_collections():
+            paused = not gc.isenabled()
+        os._exit(0 if enabled and paused and gc.isenabled() else 1)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert gc.isenabled()
 
 

@@ -585,6 +585,7 @@ async def test_an_engine_whose_thread_cannot_start_says_so_and_may_start_later(
             patch.setattr(module, "_hook_registered", False)
             patch.setattr(threading, "_register_atexit", fail)
             patch.setattr(module, "_exit_begun", False)
+            module._register_exit_hook()  # as each new engine does
         text = {
             "the thread": "a thread .* limit of processes .ulimit -u.",
             "the loop": "a thread .* limit of open files .ulimit -n.",
