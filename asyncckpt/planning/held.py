@@ -181,9 +181,5 @@ def _cells_inside(grid: ChunkGrid, starts: Column, stops: Column) -> tuple[Colum
     low = -(-np.maximum(starts, 0) // chunk)
     high = np.where(stops >= shape, np.array(grid.counts, np.int64), stops // chunk)
     which, cells = cells_between(grid, low, np.maximum(high - low, 0))
-    # Stable, so that the first of equal shards comes first.
-    order = np.argsort(cells, kind="stable")
-    cells, which = cells[order], which[order]
-    fresh = np.ones(len(cells), bool)
-    fresh[1:] = cells[1:] != cells[:-1]
-    return cells[fresh], which[fresh]
+    cells, first = np.unique(cells, return_index=True)
+    return cells, which[first]
