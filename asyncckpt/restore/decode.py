@@ -231,9 +231,10 @@ class Decode:
                             self.check_length(batch, row, storage, stop - start)
                         else:
                             elements = None  # one decoded chunk at a time is in the budget
-                            target = self._target(storage, row, request)
-                            decode = self._elements if has_crcs else self._payload
-                            elements = decode(batch, row, storage, [data[start:stop]], target)
+                            target, stored = self._target(storage, row, request), [data[start:stop]]
+                            elements = self._payload(
+                                batch, row, storage, stored, target, checked=has_crcs
+                            )
                             payload = memoryview(elements)
                             if elements is target:
                                 continue
@@ -297,9 +298,15 @@ class Decode:
         storage: Storage,
         stored: list[Bytes],
         target: Bytes | None = None,
+        *,
+        checked: bool = False,
     ) -> Bytes:
-        """Check a chunk in these buffers and return its elements: in `target` if that is given."""
-        if self._has_crcs or storage.codec.crc32c:
+        """Check a chunk in these buffers and return its elements, in `target` if possible.
+
+        With `checked`, its checksum has been compared, and the buffers end before its trailer.
+        """
+        codec = storage.codec
+        if not checked and (self._has_crcs or codec.crc32c):
             if stored[-1].nbytes < CRC_NBYTES:
                 stored = [np.concatenate(stored)]
             *others, last = stored
@@ -310,18 +317,6 @@ class Decode:
             for buffer in stored:
                 crc = crc32c(buffer, crc)
             self.expect(batch, row, crc, last[-CRC_NBYTES:])
-        return self._elements(batch, row, storage, stored, target)
-
-    def _elements(
-        self,
-        batch: ReadBatch,
-        row: int,
-        storage: Storage,
-        stored: list[Bytes],
-        target: Bytes | None,
-    ) -> Bytes:
-        """Return the elements of a checked chunk without its trailer, in `target` if possible."""
-        codec = storage.codec
         if codec.decode is None:
             (data,) = stored
             self.check_length(batch, row, storage, data.nbytes)
