@@ -84,5 +84,7 @@ async def test_a_broken_coordinator_fails(
             yield [broken()]
 
     assert law in LAWS
-    with pytest.raises((AssertionError, pytest.fail.Exception, ExceptionGroup)):
-        await getattr(Suite(), law)(tmp_path)
+    suite = Suite()
+    async with suite.opened(tmp_path) as coordinators:
+        with pytest.raises((AssertionError, pytest.fail.Exception, ExceptionGroup)):
+            await getattr(suite, law)(coordinators)
