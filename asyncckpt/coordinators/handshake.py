@@ -102,7 +102,10 @@ class _Host(Meeting):
         return await self.group(self._run_id, hosts)
 
     async def _refuse(self, error: BaseException) -> None:
-        await self._post("refused", error)
+        data = encode_error(
+            error, process=0, host=self.hello.host, stage="handshake", limit_nbytes=REFUSAL_NBYTES
+        )
+        await self._post("refused", json.loads(data))
         # A second process 0 sees this change, and learns that it is not the only one.
         await self.say(replace(self.hello, run=""))
 
@@ -179,18 +182,8 @@ class _Host(Meeting):
             value = json.dumps(runs[start : start + RUNS]).encode()
             await self.coordinator.put(self.key("hosts", page), value)
 
-    async def _post(self, state: str, error: BaseException | None = None) -> None:
+    async def _post(self, state: str, refusal: Any = None) -> None:
         """Post the welcomes that have changed."""
-        refusal = None
-        if error is not None:
-            data = encode_error(
-                error,
-                process=0,
-                host=self.hello.host,
-                stage="handshake",
-                limit_nbytes=REFUSAL_NBYTES,
-            )
-            refusal = json.loads(data)
         # Includes processes beyond the count: if they live, they expect more processes.
         for page in range(1 + max([self.count - 1, *self._hellos]) // PAGE):
             here = range(page * PAGE, (page + 1) * PAGE)
