@@ -256,6 +256,4 @@ class Reads:
         try:
             yield
         finally:
-            self.pinned[name] -= 1
-            if not self.pinned[name]:
-                del self.pinned[name]
+            self.pinned -= Counter((name,))  # in place; removes names without reads
