@@ -146,7 +146,6 @@ class JaxExchange:
     """The collectives of one restore.
 
     Args:
-        process: number of this process.
         gathers: compiled collectives, which belong to the coordinator.
         in_caller: calls them in the caller's thread.
     """

@@ -32,8 +32,6 @@ class Hello:
 
     Attributes:
         nonce: 16 hex digits, new at every handshake.
-        host: name of its host.
-        pid: its process id.
         version: release and protocol of this library.
         run: run id of the welcome that it acknowledges; empty before that.
         count: number of processes that it expects.

@@ -79,7 +79,6 @@ class Round:
     """One call that all processes of a group make together.
 
     Attributes:
-        group: the processes.
         beats: signs of life of all of them.
         kind: sequence of rounds that this one belongs to, such as ``save``.
         number: its number in the sequence, equal in all processes.

@@ -77,8 +77,6 @@ class ServiceCoordinator(Generic[S]):
 
     Attributes:
         name: its name in messages.
-        process_index: number of this process.
-        process_count: number of processes.
         server: the process that serves the keys, for errors; empty if none does.
     """
 

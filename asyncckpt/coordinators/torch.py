@@ -190,7 +190,6 @@ class TorchExchange:
     Args:
         store: store of the default process group, which is cloned.
         name: prefix of the keys by which members find each other.
-        process: number of this process.
         in_worker: runs blocking calls.
         timeout_s: time limit of a collective.
     """

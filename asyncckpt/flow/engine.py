@@ -76,7 +76,6 @@ class Job(Generic[T]):
         cancelled: whether the engine has received a call of `cancel`.
 
     Args:
-        engine: runs the job.
         at_end: called on the engine with the future once it is resolved.
     """
 

@@ -47,9 +47,7 @@ class Fetch:
         shared: other processes may read the same ranges at the same time.
         arrived: called with the destinations of checked chunks, each once per chunk.
         progress: called with the bytes of every batch.
-        recorder: records the spans of reading and decoding.
         calls: the calls that read, so far.
-        read_nbytes: bytes read so far.
     """
 
     reads: PlannedReads

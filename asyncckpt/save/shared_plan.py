@@ -84,9 +84,7 @@ class SharedPlan:
 
     Attributes:
         round_: messages of the processes about this save.
-        request: what to save.
         attempt: returns the files of the attempt, once it is open.
-        compute: worker threads.
     """
 
     round_: Round

@@ -290,8 +290,8 @@ class Staging:
 
         On True, the caller may mutate all leaves, and staging continues from the copies, which
         count in the budget until `forget`. False, with nothing copied, if no framework offers it,
-        there is no room (as for `hold_immutable`), or much else would be copied: host memory in one
-        thread, or parts of leaves that other processes write.
+        there is no room (`_keep`), or much else would be copied: host memory in one thread, or
+        parts of leaves that other processes write.
         Errors: as `windows`.
         """
         opened, plan = self.sources.opened, self.plan
@@ -326,8 +326,7 @@ class Staging:
         """Hold immutable leaves by reference and copy the others; return whether there was room.
 
         On True, the caller may mutate all mutable leaves, and staging continues from the references
-        and copies. The copies count in the budget until `forget`. False, with nothing copied, if
-        they would take more than half of it or leave too little for the largest window or chunk.
+        and copies. False, with nothing copied, if the copies do not fit (`_keep`).
         """
         plan = self.plan
         # Inline values, parts, and checksums of what others write have been taken by now.

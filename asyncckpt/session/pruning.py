@@ -64,10 +64,6 @@ class Pruner:
     of those kept in their place, again.
 
     Attributes:
-        policy: which steps to keep.
-        runtime: engine and threads.
-        root: root of the steps.
-        steps: finds and unlists steps.
         pinned: names of steps being read, which are not deleted; kept up to date by `Reads`.
     """
 

@@ -81,7 +81,6 @@ class Catalog:
 
     Attributes:
         location: path or URL of the checkpoint.
-        save_id: its save id.
         entries: tensors and values by key.
         paths: path of every key in the nested state dict; None if nothing was flattened.
     """

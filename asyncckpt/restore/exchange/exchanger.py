@@ -65,9 +65,7 @@ class Exchanger:
     """One process' side of the exchange in a restore.
 
     Attributes:
-        agreement: agreements with the other processes.
         exchange: their collectives.
-        process: index of this process.
         batch_nbytes: bytes of a batch, equal on all processes.
         next_batch: number of the next batch, equal on all processes.
         ranges: the ranges of data files that this process has read for all.
