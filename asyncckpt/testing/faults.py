@@ -121,11 +121,11 @@ class FaultStore:
         return remove
 
 
-def _counted(store: FaultStore, inner: object, name: str) -> Any:
+def _counted(store: FaultStore, inner: Any, name: str) -> Any:
     """Return an attribute of the inner object; coroutine functions become operations.
 
     Their subject is the first argument if it is a string, else the object's path or location. An
-    attempt or share is aborted if the script fails the call that opened it.
+    attempt or share is aborted if the script fails the call that opened or publishes it.
     """
     found = getattr(inner, name)
     if name not in _PARTS and not inspect.iscoroutinefunction(found):
@@ -142,14 +142,16 @@ def _counted(store: FaultStore, inner: object, name: str) -> Any:
         except BaseException:
             if result is not None and name in ("begin", "join"):
                 await result.abort()
+            elif name == "publish":
+                await inner.abort()
             raise
-        return _PARTS[name](store, result) if name in _PARTS else result
+        return FaultPart(store, result) if name in _PARTS else result
 
     return call
 
 
 class FaultPart:
-    """An attempt or file of a `FaultStore`; attributes as there."""
+    """An attempt, share or file of a `FaultStore`; attributes as there."""
 
     def __init__(self, store: FaultStore, inner: Any) -> None:
         self._store = store
@@ -157,19 +159,6 @@ class FaultPart:
 
     def __getattr__(self, name: str) -> Any:
         return _counted(self._store, self._inner, name)
-
-
-class FaultAttempt(FaultPart):
-    """An attempt of a `FaultStore`, or a share in one."""
-
-    async def publish(self, record: bytes) -> None:
-        """Publish, and abort the inner attempt if the script fails the call."""
-        try:
-            async with self._store.operation("publish", self.location):
-                await self._inner.publish(record)
-        except BaseException:
-            await self._inner.abort()
-            raise
 
 
 class FaultFiles(FaultPart):
@@ -181,5 +170,5 @@ class FaultFiles(FaultPart):
             await self._inner.close()
 
 
-_PARTS = {"begin": FaultAttempt, "join": FaultAttempt, "create": FaultPart}
+_PARTS = frozenset(("begin", "join", "create"))
 """Calls whose result has operations, too."""

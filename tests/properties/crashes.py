@@ -9,7 +9,7 @@ from typing import Any
 from asyncckpt.errors import StoreError
 from asyncckpt.ports import Removal
 from asyncckpt.stores.local.store import LocalStore
-from asyncckpt.testing.faults import Fault, FaultAttempt, FaultStore, Operation
+from asyncckpt.testing.faults import Fault, FaultPart, FaultStore, Operation
 
 
 class CrashStore(FaultStore):
@@ -26,7 +26,7 @@ class CrashStore(FaultStore):
         super().__init__(inner)
         self.down = False
         self.applied: list[Operation] = []
-        self._attempts: list[FaultAttempt] = []
+        self._attempts: list[FaultPart] = []
         self._removals: list[Any] = []
         self._dies_at = 0
         self._after = False
@@ -66,7 +66,7 @@ class CrashStore(FaultStore):
         if self.down:  # nobody is left to hear of the success
             raise _dead(self.url)
 
-    async def begin(self, name: str, save_id: str, **options: Any) -> FaultAttempt:
+    async def begin(self, name: str, save_id: str, **options: Any) -> FaultPart:
         """As the inner store; what a dead process has begun stays."""
         async with self.operation("begin", name):
             inner = await self.inner.begin(name, save_id, **options)
@@ -99,11 +99,11 @@ class CrashStore(FaultStore):
             removal.args[0].held.close()
 
 
-class CrashAttempt(FaultAttempt):
+class CrashAttempt(FaultPart):
     """An attempt of a `CrashStore`."""
 
     async def publish(self, record: bytes) -> None:
-        """As `FaultAttempt`; a dead process aborts nothing."""
+        """As `FaultPart`; a dead process aborts nothing."""
         try:
             async with self._store.operation("publish", self.location):
                 await self._inner.publish(record)
