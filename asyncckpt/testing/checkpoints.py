@@ -99,12 +99,12 @@ def data_path(save_id: str, name: str = "data") -> str:
     return f"default/d/{save_id}-{name}"
 
 
-async def write_file(attempt: AttemptFiles, path: str, data: Bytes) -> str:
+async def write_file(attempt: AttemptFiles, path: str, data: Bytes | bytearray) -> str:
     """Write and seal a data file of one window, and return its final path."""
-    file = await attempt.create(path, nbytes=data.size, window_nbytes=data.size)
-    if data.size:
+    file = await attempt.create(path, nbytes=len(data), window_nbytes=len(data))
+    if len(data):
         await file.write(0, data)
-    await file.seal(data.size)
+    await file.seal(len(data))
     return file.path
 
 
@@ -169,7 +169,7 @@ async def content(store: Store, name: str, path: str, nbytes: int) -> bytes:
         return await files.read(path, max_nbytes=nbytes)
 
 
-async def save_file(store: Store, data: Bytes) -> str:
+async def save_file(store: Store, data: Bytes | bytearray) -> str:
     """Publish step 1 with only this data file; return the file's path."""
     attempt = await store.begin("1", SAVE_ID)
     path = await write_file(attempt, data_path(SAVE_ID), data)

@@ -104,14 +104,8 @@ class Writing(StoreLaws):
     async def test_bytearrays_are_written_as_they_are(self, store: Store) -> None:
         """Clients that accept no other buffer get the staged memory itself."""
         data = bytearray(pattern(64 * KIB).tobytes())
-        attempt = await store.begin("1", SAVE_ID)
-        file = await attempt.create(
-            data_path(SAVE_ID), nbytes=len(data), window_nbytes=self.window_nbytes
-        )
-        await file.write(0, data)
-        await file.seal(len(data))
-        await attempt.publish(record_of(SAVE_ID))
-        assert await content(store, "1", file.path, len(data)) == data
+        path = await save_file(store, data)
+        assert await content(store, "1", path, len(data)) == data
 
     async def test_seal_cuts_a_file_to_its_length(self, store: Store) -> None:
         """Padding after the end, which keeps writes aligned, is cut off."""
