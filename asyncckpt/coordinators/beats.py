@@ -54,7 +54,6 @@ class Beats:
     stopped for a minute does not blame the others.
 
     Args:
-        group: the processes.
         silence_s: seconds without a new beat after which a process is silent.
         every_s: longest interval of beats; they are rarer with many processes.
     """

@@ -21,8 +21,6 @@ class Group:
     Attributes:
         coordinator: carries their messages.
         run_id: 32 hex digits, the same on all processes and new at every handshake.
-        process_index: number of this process.
-        process_count: number of processes.
         hosts: name of the host of each process.
         meeting: prefix of the keys of the handshake, which `part` deletes.
     """

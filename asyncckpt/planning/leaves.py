@@ -83,7 +83,6 @@ class Arrays:
         pieces: the arrays of each leaf that is stored in pieces.
         tied: the earlier array with the same bytes, by tied array.
         first_chunk: per array, the number of its first chunk; tied arrays share it.
-        chunk_count: total number of chunks.
         inline: arrays whose only chunk is inline in the B+tree, without tied ones.
         part_chunks: per part, its number of chunks.
         part_payload: per part, the payload bytes of a chunk before compression.

@@ -117,7 +117,6 @@ class _Seen:
     """A leaf of one schema.
 
     Attributes:
-        leaf: the leaf.
         processes: the processes with the schema.
         ordinals: merged ordinals of the schema's leaves.
     """

@@ -41,7 +41,6 @@ class RestorePipeline:
 
     Attributes:
         exchanger: reads chunks that several processes want once for all; None if each reads them.
-        results: the restored leaves.
         nbytes: bytes of the restored arrays.
         read_nbytes: bytes read from the store.
         received_nbytes: bytes received by exchange between processes.

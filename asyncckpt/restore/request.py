@@ -169,12 +169,10 @@ class RestoreRequest:
         include: globs on paths, or None for all.
         strict: missing and unexpected leaves are errors.
         cast: convert other dtypes.
-        options: how to restore.
         progress: called as the restore proceeds.
         stateful: the target's objects with a state dict, by path.
         loaded: adapters of the imported frameworks, by name.
         per_process: paths of the target with a value per process, with the number of this one.
-        process_count: number of processes that restore.
         save_id: the save to restore; empty for any.
         shared: with mode `like`, leaves in repeated occurrences of an object, by ordinal, with the
             same leaf in the first occurrence (`shared_leaves`).

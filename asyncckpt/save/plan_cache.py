@@ -59,7 +59,6 @@ class Layout:
         pieces: offset and array of each piece, by leaf index.
         mirrors: leaf indices of scalars that are also stored as arrays.
         orbax: Orbax's files, by path in the database's directory; None if Orbax cannot restore it.
-        notes: notes for the report.
         digest: SHA-256 (hex) of `specs` and `arrays`.
         tables: the tables of the record; None if another process commits or trees differ.
         schema_digest: digest of the schema on which the processes agreed.

@@ -54,8 +54,6 @@ class Preemption:
     """Notice that the job has to end, and the step at which it ends.
 
     Args:
-        engine: runs the agreement.
-        processes: the processes that agree.
         grace_s: seconds between the notice and the end, None if unknown.
 
     Attributes:

@@ -45,7 +45,6 @@ class Structure:
 
     Attributes:
         nodes: in preorder, the root first; empty when the tree is one leaf.
-        leaf_count: number of leaves.
     """
 
     nodes: tuple[Node, ...]
