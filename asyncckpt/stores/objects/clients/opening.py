@@ -97,8 +97,6 @@ def open_client(
 
 def configured(url: Url, options: Mapping[str, Any]) -> dict[str, Any]:
     """Add the options of fsspec's configuration (`~/.config/fsspec`, `FSSPEC_…`)."""
-    if not _has("fsspec"):
-        return dict(options)
     from fsspec.config import conf
 
     found: dict[str, Any] = {}
@@ -347,10 +345,8 @@ def _has(module: str) -> bool:
 
 
 def _filesystem_class(url: Url) -> Any:
-    try:
-        from fsspec.registry import get_filesystem_class, known_implementations
-    except ImportError:
-        raise _not_installed(url) from None
+    from fsspec.registry import get_filesystem_class, known_implementations
+
     check_scheme(url)
     try:
         return get_filesystem_class(url.scheme)
@@ -361,7 +357,7 @@ def _filesystem_class(url: Url) -> Any:
 
 def _not_installed(url: Url, more: str = "", *, known: str = "") -> UsageError:
     """Return the error that says what to install: an extra, or else `known`."""
-    extra = EXTRAS.get(url.scheme) or ("" if known else "s3")
+    extra = EXTRAS.get(url.scheme)
     hint = f'pip install "asyncckpt[{extra}]"' if extra else known
     return UsageError(
         f"{url}: what {url.scheme}:// needs is not installed: {hint}{more}",
