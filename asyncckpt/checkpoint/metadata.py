@@ -122,7 +122,6 @@ class OpenCheckpoint:
         metadata: the user's JSON.
         metrics: the user's numbers.
         save_id: identity of the save; empty for foreign checkpoints.
-        epoch: claim under which it was saved; 0 without one.
         created_ns: time of the commit, nanoseconds since 1970; 0 if unknown.
         library: name and version of the program that wrote it.
         database: directory of its OCDBT database.
@@ -144,7 +143,6 @@ class OpenCheckpoint:
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     save_id: str = ""
-    epoch: int = 0
     created_ns: int = 0
     library: str = ""
     database: str = ""
@@ -330,7 +328,6 @@ def resolve(files: CheckpointFiles, data: bytes, compute: Workers) -> OpenCheckp
         metadata=record.metadata,
         metrics=record.metrics,
         save_id=record.save_id,
-        epoch=record.epoch,
         created_ns=record.created_ns,
         library=record.library,
         database=record.database,

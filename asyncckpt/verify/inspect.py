@@ -70,7 +70,7 @@ def _info(opened: OpenCheckpoint, extents: Extents | None, step: int | None) -> 
         metrics=opened.metrics,
         tree=unflatten(structure, leaves),
         format=opened.format,
-        epoch=opened.epoch,
+        epoch=0 if opened.record is None else opened.record.epoch,
     )
 
 

@@ -53,7 +53,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
                 break
             await asyncio.sleep(0)
         entries = decode_entries(unpickler.value, file=METADATA_NAME)
-        check_tiling(entries, file=METADATA_NAME)
+        check_tiling(entries)
     notes: tuple[str, ...] = ()
     if unpickler.unknown:  # fields that torch 2.13 lacks
         notes = (
@@ -98,7 +98,7 @@ async def open_dcp(files: CheckpointFiles) -> OpenCheckpoint:
     )
 
 
-def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
+def check_tiling(entries: Sequence[Entry]) -> None:
     """Check that the shards of every tensor tile it, in bounded time and memory.
 
     Raises:
@@ -113,5 +113,5 @@ def check_tiling(entries: Sequence[Entry], *, file: str) -> None:
                 "the metadata of torch.distributed.checkpoint",
                 f"the shards of {entry.key[:200]!r}, of size {list(entry.shape)}, do not tile it: "
                 f"{reason}",
-                file=file,
+                file=METADATA_NAME,
             )

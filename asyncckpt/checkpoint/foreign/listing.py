@@ -163,7 +163,7 @@ class Listing:
                 at = in_order[row][1] - base
                 result[order[row]] = data[at : at + in_order[row][2]].tobytes()
 
-        runs = list(zip(groups, [*groups[1:], len(order)], strict=True)) if groups else []
+        runs = list(itertools.pairwise([*groups, len(order)]))
         await concurrently(self.files, read_run, runs)
         return result
 

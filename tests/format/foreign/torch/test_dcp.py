@@ -51,7 +51,7 @@ def entries_of(metadata: object, protocol: int | None = None) -> list[Entry]:
     source = PickleSource(pickle.dumps(metadata, protocol), "the metadata", ".metadata")
     value = Unpickler(source, metadata_names(), Allowance(PLENTY)).run()
     entries = decode_entries(value, file=".metadata")
-    check_tiling(entries, file=".metadata")
+    check_tiling(entries)
     return entries
 
 
@@ -314,7 +314,7 @@ def tiling_fault(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
     """What `check_tiling` says of the shards of one tensor."""
     entry = Entry("a", ("a",), shape, "float32", tuple(boxes), ())
     try:
-        check_tiling([entry], file="f")
+        check_tiling([entry])
     except CorruptCheckpointError as error:
         return str(error).partition("do not tile it: ")[2].partition(";")[0]
     return None
