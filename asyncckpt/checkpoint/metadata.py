@@ -57,7 +57,6 @@ class Storage:
         codec: decoder of stored chunks.
         fill: bytes of one element of a chunk that is not stored; empty for zeros.
         driver: TensorStore's driver for the array.
-        grid: the chunk grid.
         chunk_nbytes: size of a decoded chunk.
     """
 
@@ -111,14 +110,12 @@ class OpenCheckpoint:
     """One checkpoint's metadata, decoded and checked.
 
     Attributes:
-        files: access to its files.
         format: `asyncckpt`, `orbax`, `ocdbt`, `safetensors` or `dcp`.
         tree: its containers, as JSON of the record or decoded.
         leaves: its leaves in tree order.
         arrays: its arrays; `arrays.spec` indexes `storages`.
         storages: the distinct ways in which arrays are stored.
         stored_files: files that hold chunks or are listed by the record.
-        read_extents: reads the extents of its chunks.
         metadata: the user's JSON.
         metrics: the user's numbers.
         save_id: identity of the save; empty for foreign checkpoints.
@@ -128,7 +125,6 @@ class OpenCheckpoint:
         record: its commit record; None for foreign checkpoints.
         notes: remarks for the user on how it was read.
         first_rows: first chunk row of every array; tied arrays share their rows.
-        row_count: number of chunk rows.
         stored: its arrays for the restore planner.
     """
 

@@ -70,7 +70,6 @@ class Target:
     """Destination while it is being written: runtime, store and name.
 
     Attributes:
-        format: format to write.
         orbax: whether Orbax must be able to restore it.
         overwrite: whether to replace an existing file, directory or checkpoint.
         max_file_nbytes: size at which a set of safetensors files continues in the next file; None

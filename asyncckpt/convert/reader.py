@@ -162,7 +162,6 @@ class LeafReader:
 
     Attributes:
         pieces: arrays of each leaf; none for scalars.
-        paths: path of each leaf.
         specs: shape and dtype of each leaf; None for scalars.
         read_nbytes: bytes read so far.
     """

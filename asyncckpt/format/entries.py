@@ -118,9 +118,7 @@ class Entries:
 
     Attributes:
         save_id: the attempt, 32 hex digits.
-        process: number of the process.
         digest: digest of the schema of its plan.
-        files: its data files.
         chunk: numbers of the chunks in its data files, `int64`.
         file: index into `files` of each chunk, `int64`.
         offset: first byte of each chunk in its file, `int64`.

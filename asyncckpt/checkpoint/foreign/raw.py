@@ -41,7 +41,6 @@ class RawPiece(NamedTuple):
 
     Attributes:
         offset: its offset in the array.
-        shape: its shape.
         chunk_shape: shape of its chunks; divides `shape`.
         row_offset: first byte of every chunk, in C order, in the run of the whole array.
     """
@@ -86,7 +85,6 @@ class Run:
 
     Attributes:
         offset: offset of the part in the leaf.
-        shape: its shape.
         file: number of the file.
         start: first byte in the file.
         layout: order of the elements; None for C order.

@@ -32,7 +32,6 @@ class ForeignLeaf:
     Attributes:
         kind: `numpy`, `jax` or `torch`.
         array: the array in the reader's representation.
-        extra: additional facts.
     """
 
     kind: str

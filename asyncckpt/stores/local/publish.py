@@ -166,8 +166,6 @@ class Publication:
     """One publication, run once in a worker thread, and its outcome.
 
     Attributes:
-        context: of the store.
-        terms: of the attempt.
         attempt: path of the attempt's directory.
         file: for exports, the only file to publish; empty for the whole directory.
         started: whether the rename may have been issued, so the outcome must be awaited.

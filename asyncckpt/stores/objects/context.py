@@ -75,7 +75,6 @@ class Context:
         epoch_of: likewise.
         claims: decides which records count.
         probes: finds out which conditional requests work.
-        background: background tasks.
     """
 
     requests: Requests

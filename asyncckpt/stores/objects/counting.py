@@ -91,9 +91,6 @@ class Claims:
 
     All methods raise `StoreError` if the store fails, and `UnsupportedFormatError` if the deciding
     list is of a newer release.
-
-    Args:
-        requests: of the store.
     """
 
     def __init__(self, requests: Requests) -> None:

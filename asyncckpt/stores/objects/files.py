@@ -48,13 +48,7 @@ RANGES_AT_ONCE = 16
 
 
 class ObjectFiles:
-    """Files of one checkpoint. Made by `ObjectStore.files`.
-
-    Attributes:
-        location: URL of the checkpoint.
-        capabilities: those of the store.
-        closed: whether `close` was called.
-    """
+    """Files of one checkpoint. Made by `ObjectStore.files`."""
 
     def __init__(self, context: Context, name: str, capabilities: StoreCapabilities) -> None:
         self.location = context.requests.location(name)

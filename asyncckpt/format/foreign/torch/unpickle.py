@@ -145,7 +145,6 @@ class Unpickler:
     """Decoder of one pickle, which runs in steps.
 
     Args:
-        source: the pickle.
         names: the globals that it may name.
         allowance: memory for its objects.
         persistent: returns the object of a persistent id; raises ValueError if there is none.

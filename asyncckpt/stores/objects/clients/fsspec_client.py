@@ -43,10 +43,8 @@ class FsspecClient(ObjectClient):
     Libraries send `bytes`; other bodies are copied in a worker thread.
 
     Args:
-        session: of the filesystem.
         url: the client's name; holds no credentials.
         root: the path as the filesystem's methods take it.
-        traits: of the library.
         hidden: texts that no error repeats.
         endpoint: host of the server, for errors.
     """

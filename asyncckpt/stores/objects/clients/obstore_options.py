@@ -85,7 +85,6 @@ class StoreOptions:
 
     Attributes:
         kind: name of the class.
-        bucket: name of the bucket.
         config: options of the store, without keys except those of a service account.
         client_options: options of its connections.
         credentials: returns keys; None if the store needs none or finds them itself.

@@ -19,7 +19,6 @@ class ConcurrencyController:
         fixed: number of streams set by the caller; None while the tuner decides.
         estimate: latency and bandwidth of one stream.
         tuner: finds the number of streams.
-        hedges_in_flight: hedges in flight.
     """
 
     def __init__(self, policy: RequestPolicy) -> None:

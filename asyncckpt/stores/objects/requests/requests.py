@@ -70,9 +70,6 @@ class Requests(Sender):
     after the last try; its `detail` then says how often and how long the request was tried. When a
     cancelled call raises `CancelledError`, all of its requests have ended; its body must not be
     reused.
-
-    Attributes:
-        client: client that makes the requests.
     """
 
     def __init__(
