@@ -71,14 +71,7 @@ class AdapterSet:
         check = self._opens_anywhere.get(kind)
         if check is None:
             found = self.resolve(kind)
-            if isinstance(found, FrameworkAdapter):
-                check = found.opens_anywhere
-            else:
-                is_scalar = isinstance(found, str)
-
-                def check(leaf: Any) -> bool:
-                    return is_scalar
-
+            check = getattr(found, "opens_anywhere", lambda _: isinstance(found, str))
             self._opens_anywhere[kind] = check
         return check(leaf)
 

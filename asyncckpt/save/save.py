@@ -238,8 +238,8 @@ class Save:
         else:
             with self._recorder.span("snapshot"):
                 await compute.run(snapshot.tie)
-            if not self.shared:
-                check_alone(snapshot)
+        if not self.shared:
+            check_alone(snapshot)
         if self.claim is not None:
             self._epoch = await self.claim()
         if positional and not request.overwrite:

@@ -43,7 +43,7 @@ from asyncckpt.runtime import Runtime
 from asyncckpt.save.plan_cache import LayoutCache, terms_for
 from asyncckpt.save.save import Save, SaveState
 from asyncckpt.save.shared import SharedSave
-from asyncckpt.save.snapshot import Consent, SaveRequest, check_alone, take_snapshot
+from asyncckpt.save.snapshot import Consent, SaveRequest, take_snapshot
 from asyncckpt.session.claiming import Claiming
 from asyncckpt.session.in_flight import InFlight, overlap_error, skipped, skipped_report
 from asyncckpt.session.pending import PendingSave
@@ -250,8 +250,6 @@ class Session:
                 return skipped(engine, self._noted(skipped_report(location, step)))
             process = processes.coordinator.process_index
             snapshot = take_snapshot(tree, adapters_for_loaded_frameworks(process))
-            if alone:
-                check_alone(snapshot)
             request = SaveRequest(
                 name=name,
                 step=step,
