@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -92,14 +92,11 @@ class LocalFiles:
         with reported("reading", self._full(path)):
             data = await self._workers.run(self._read, path, max_nbytes)
         if isinstance(data, int):
-            raise CorruptCheckpointError(
-                f"{self._full(path)}: {data} bytes, expected at most {max_nbytes}; "
-                "the file is damaged or of another kind: use another checkpoint",
-                file=path,
-                location=self.location,
-                expected=max_nbytes,
-                found=data,
+            text = (
+                f"{data} bytes, expected at most {max_nbytes}; the file is damaged or of another "
+                "kind: use another checkpoint"
             )
+            raise self._corrupt(path, text, expected=max_nbytes, found=data)
         return data
 
     def _read(self, path: str, max_nbytes: int) -> bytes | int:
@@ -143,15 +140,9 @@ class LocalFiles:
                 touch_s += time.thread_time() - since
                 if count == 0:
                     size = os.fstat(fd).st_size
-                    raise CorruptCheckpointError(
-                        f"{self._full(path)}: the file ends at byte {size}, expected bytes "
-                        f"{offset} to {end}; it is truncated: use another checkpoint",
-                        file=path,
-                        offset=at,
-                        location=self.location,
-                        expected=end,
-                        found=size,
-                    )
+                    text = f"the file ends at byte {size}, expected bytes {offset} to {end}; it is "
+                    text += "truncated: use another checkpoint"
+                    raise self._corrupt(path, text, offset=at, expected=end, found=size)
                 at += count
                 while first < len(views) and count >= views[first].size:
                     count -= views[first].size
@@ -202,13 +193,9 @@ class LocalFiles:
             with os.scandir(fd) as entries:
                 for entry in entries:
                     if len(found) == max_entries:
-                        raise CorruptCheckpointError(
-                            f"{self._full(path)}: more than {max_entries} entries; this is not a "
-                            "checkpoint, or a hostile one",
-                            file=path,
-                            location=self.location,
-                            expected=max_entries,
-                        )
+                        text = f"more than {max_entries} entries; this is not a checkpoint, "
+                        text += "or a hostile one"
+                        raise self._corrupt(path, text, expected=max_entries)
                     is_file = entry.is_file(follow_symlinks=False)
                     nbytes = entry.stat(follow_symlinks=False).st_size if is_file else 0
                     if is_file or entry.is_dir(follow_symlinks=False):
@@ -315,15 +302,16 @@ class LocalFiles:
         # Without a path, ENOTDIR is about a parent directory in the user's own path.
         if error.errno not in _LINK_ERRORS or (not path and error.errno == errno.ENOTDIR):
             return store_error("opening", self._full(path), error)
-        return CorruptCheckpointError(
-            f"{self._full(path)}: expected a regular file that is not reached through a "
-            f"symbolic link, found something else ({error.strerror}); "
-            "links in a checkpoint are not followed",
-            file=path,
-            location=self.location,
-            expected="a regular file",
-            found=error.strerror,
+        text = (
+            "expected a regular file that is not reached through a symbolic link, found something "
+            f"else ({error.strerror}); links in a checkpoint are not followed"
         )
+        return self._corrupt(path, text, expected="a regular file", found=error.strerror)
+
+    def _corrupt(self, path: str, text: str, **facts: Any) -> CorruptCheckpointError:
+        """Return the error for a damaged or hostile file; `text` follows its name."""
+        text = f"{self._full(path)}: {text}"
+        return CorruptCheckpointError(text, file=path, location=self.location, **facts)
 
     def _opened_anchor(self, *, is_directory: bool) -> Descriptor:
         with self._lock:

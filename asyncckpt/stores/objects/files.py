@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,13 +75,9 @@ class ObjectFiles:
                 content = await self._content(path, error)
                 data = content if len(content) <= max_nbytes else None
         if data is None:
-            raise CorruptCheckpointError(
-                f"{self._full(path)}: more than {max_nbytes} bytes, the limit for this file; it "
-                "is damaged or not part of a checkpoint: use another checkpoint",
-                file=path,
-                location=self.location,
-                expected=max_nbytes,
-            )
+            text = f"more than {max_nbytes} bytes, the limit for this file; it is damaged or not "
+            text += "part of a checkpoint: use another checkpoint"
+            raise self._corrupt(path, text, expected=max_nbytes)
         return data
 
     async def _read_record(self, max_nbytes: int) -> bytes | None:
@@ -115,6 +111,11 @@ class ObjectFiles:
             found=path,
         )
 
+    def _corrupt(self, path: str, text: str, **facts: Any) -> CorruptCheckpointError:
+        """Return the error for a damaged or hostile object; `text` follows its URL."""
+        text = f"{self._full(path)}: {text}"
+        return CorruptCheckpointError(text, file=path, location=self.location, **facts)
+
     async def read_into(
         self, path: str, offset: int, buffers: Sequence[Bytes], *, how: Reading = ORDINARY
     ) -> None:
@@ -143,15 +144,9 @@ class ObjectFiles:
             content = await self._content(path, error)
             await part.put(part.at, [content[part.at : part.stop]])
         if part.at < part.stop:
-            raise CorruptCheckpointError(
-                f"{self._full(path)}: the object ends at or before byte {part.at}, expected "
-                f"bytes {run.start} to {run.stop}; it is truncated: use another checkpoint",
-                file=path,
-                offset=part.at,
-                location=self.location,
-                expected=run.stop,
-                found=part.at,
-            )
+            text = f"the object ends at or before byte {part.at}, expected bytes {run.start} to "
+            text += f"{run.stop}; it is truncated: use another checkpoint"
+            raise self._corrupt(path, text, offset=part.at, expected=run.stop, found=part.at)
 
     async def _content(self, path: str, error: RequestError) -> bytes:
         """Return the content of a fixed name that does not exist yet.
@@ -185,13 +180,8 @@ class ObjectFiles:
         if not listed:
             raise self._missing(path, "nothing is stored there")
         if len(listed) > max_entries:
-            raise CorruptCheckpointError(
-                f"{self._full(path)}: more than {max_entries} entries; this is not a checkpoint, "
-                "or it is hostile",
-                file=path,
-                location=self.location,
-                expected=max_entries,
-            )
+            text = f"more than {max_entries} entries; this is not a checkpoint, or it is hostile"
+            raise self._corrupt(path, text, expected=max_entries)
         found = [
             Entry(entry.key[len(key) + 1 :], entry.nbytes, entry.is_prefix) for entry in listed
         ]
