@@ -140,8 +140,10 @@ class LocalFiles:
                 touch_s += time.thread_time() - since
                 if count == 0:
                     size = os.fstat(fd).st_size
-                    text = f"the file ends at byte {size}, expected bytes {offset} to {end}; it is "
-                    text += "truncated: use another checkpoint"
+                    text = (
+                        f"the file ends at byte {size}, expected bytes {offset} to {end}; it is "
+                        "truncated: use another checkpoint"
+                    )
                     raise self._corrupt(path, text, offset=at, expected=end, found=size)
                 at += count
                 while first < len(views) and count >= views[first].size:
@@ -193,8 +195,10 @@ class LocalFiles:
             with os.scandir(fd) as entries:
                 for entry in entries:
                     if len(found) == max_entries:
-                        text = f"more than {max_entries} entries; this is not a checkpoint, "
-                        text += "or a hostile one"
+                        text = (
+                            f"more than {max_entries} entries; this is not a checkpoint, or a "
+                            "hostile one"
+                        )
                         raise self._corrupt(path, text, expected=max_entries)
                     is_file = entry.is_file(follow_symlinks=False)
                     nbytes = entry.stat(follow_symlinks=False).st_size if is_file else 0

@@ -75,8 +75,10 @@ class ObjectFiles:
                 content = await self._content(path, error)
                 data = content if len(content) <= max_nbytes else None
         if data is None:
-            text = f"more than {max_nbytes} bytes, the limit for this file; it is damaged or not "
-            text += "part of a checkpoint: use another checkpoint"
+            text = (
+                f"more than {max_nbytes} bytes, the limit for this file; it is damaged or not part "
+                "of a checkpoint: use another checkpoint"
+            )
             raise self._corrupt(path, text, expected=max_nbytes)
         return data
 
@@ -144,8 +146,10 @@ class ObjectFiles:
             content = await self._content(path, error)
             await part.put(part.at, [content[part.at : part.stop]])
         if part.at < part.stop:
-            text = f"the object ends at or before byte {part.at}, expected bytes {run.start} to "
-            text += f"{run.stop}; it is truncated: use another checkpoint"
+            text = (
+                f"the object ends at or before byte {part.at}, expected bytes {run.start} to "
+                f"{run.stop}; it is truncated: use another checkpoint"
+            )
             raise self._corrupt(path, text, offset=part.at, expected=run.stop, found=part.at)
 
     async def _content(self, path: str, error: RequestError) -> bytes:
