@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +18,7 @@ from asyncckpt.flow.collector import without_collections
 from asyncckpt.options import RestoreOptions
 from asyncckpt.restore.request import restore_request
 from asyncckpt.save.snapshot import take_snapshot
+from tests import children
 
 
 @pytest.fixture(autouse=True)
@@ -38,26 +37,33 @@ def test_the_collector_runs_again_after_the_block_and_after_an_error() -> None:
 
 
 def test_a_child_forked_while_another_thread_is_in_a_block_has_its_collector() -> None:
-    entered, leave = threading.Event(), threading.Event()
+    out = children.output(
+        """
+        import gc, os, threading
+        from asyncckpt.flow.collector import without_collections
 
-    def other() -> None:
-        with without_collections():
-            entered.set()
-            leave.wait(60)
+        entered, leave = threading.Event(), threading.Event()
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    entered.wait(60)
-    child = os.fork()
-    if child == 0:
-        enabled = gc.isenabled()
-        with without_collections():
-            paused = not gc.isenabled()
-        os._exit(0 if enabled and paused and gc.isenabled() else 1)
-    leave.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert gc.isenabled()
+        def other():
+            with without_collections():
+                entered.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(60)
+        child = os.fork()
+        if child == 0:
+            enabled = gc.isenabled()
+            with without_collections():
+                paused = not gc.isenabled()
+            os._exit(0 if enabled and paused and gc.isenabled() else 1)
+        leave.set()
+        thread.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), gc.isenabled())
+        """
+    )
+    assert out == "0 True\n"
 
 
 def test_a_collector_that_the_caller_has_stopped_stays_stopped() -> None:

@@ -14,7 +14,9 @@ import pytest
 
 import asyncckpt
 from asyncckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
+from asyncckpt.ports import CheckpointFiles
 from asyncckpt.save import commit as save_commit
+from asyncckpt.session.reads import TRIES, Reads
 from asyncckpt.testing.faults import Fault
 from tests.script import Script
 
@@ -108,17 +110,32 @@ async def test_when_the_newest_was_replaced_the_new_one_is_read(tmp_path: Path, 
         await ckpt.save(1, tree(1))
         await ckpt.save(2, tree(2))
         script = Script(ckpt)
-        for step, found in ((2, None), (None, 2)):
+        for step in (2, None):
             index = script.hold("read_into")
             reading = asyncio.create_task(read(ckpt, step))
             await index.reached()
             await other.save(2, tree(2), overwrite=True)
             index.go()
-            if found is not None:
-                assert await reading == found
-                continue
-            with pytest.raises(CheckpointNotFoundError, match=r"was replaced while .* it again$"):
-                await reading
+            assert await reading == 2
+
+
+@READING
+async def test_a_step_that_is_replaced_again_and_again_is_given_up(
+    tmp_path: Path, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    async def replaced(_: Reads, verb: str, step: int, files: CheckpointFiles, *rest: Any) -> None:
+        tried.append(step)
+        await files.close()
+        raise CheckpointNotFoundError(f"{step} was replaced", found="replaced")
+
+    async with asyncckpt.Checkpointer(tmp_path) as ckpt:
+        await ckpt.save(2, tree(2))
+        monkeypatch.setattr(Reads, "_read_one", replaced)
+        with pytest.raises(CheckpointNotFoundError, match=r"^2 was replaced$"):
+            await read(ckpt, 2)
+    assert tried == [2] * TRIES
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["standing", "unknown"])
