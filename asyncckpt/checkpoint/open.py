@@ -150,7 +150,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         if any(entry.name in marks for entry in below):
             return None  # the root of a run, which may also hold foreign checkpoints
-    if found is not None:
+    if found not in (None, "safetensors"):
         return found
     for name in items[:PROBED_ITEMS]:
         # Items of an Orbax step, and parameters without OCDBT, may have any name.
@@ -160,13 +160,11 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
             raise _run_error(files.location, [name])
         if inner & (_ORBAX_NAMES | _ZARR_NAMES) or "manifest.ocdbt" in inner:
             return "orbax"
-    return None
+    return found
 
 
 def _format_named(names: Set[str], directories: Set[str]) -> str | None:
     """Return the format that names in a directory show, or None; directories are in both sets."""
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return "safetensors"
     if ".metadata" in names:
         return "dcp"
     if names & _ORBAX_NAMES or directories & _ORBAX_ITEMS:
@@ -175,6 +173,9 @@ def _format_named(names: Set[str], directories: Set[str]) -> str | None:
         return "ocdbt"
     if any(name.startswith("ocdbt.process_") for name in directories):
         return "orbax"
+    # Last: weights may lie in the directory of a checkpoint, and their own path can be passed.
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "safetensors"
     return None
 
 

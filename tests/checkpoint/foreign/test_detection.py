@@ -43,6 +43,33 @@ async def test_the_format_of_each_place_is_in_its_info(tmp_path: Path) -> None:
         assert (info.format, info["w"].shape) == (form, (2, 3))
 
 
+@pytest.mark.filterwarnings("ignore:.*no checksum")
+@pytest.mark.parametrize("kind", ["ours", "orbax", "items", "dcp"])
+async def test_weights_in_the_directory_of_a_checkpoint_are_not_taken_for_it(
+    tmp_path: Path, kind: str
+) -> None:
+    place, old = tmp_path / "x", {"w": np.zeros((2, 3)), "more": np.ones(1)}
+    place.mkdir()
+    if kind == "ours":
+        await asyncckpt.save(place, VALUES)
+    elif kind == "dcp":
+        with warnings.catch_warnings(action="ignore"):  # torch's own, without a process group
+            dcp.save({"w": torch.from_numpy(VALUES["w"])}, checkpoint_id=place)
+    else:
+        below = place / "params" if kind == "items" else place
+        ocp.PyTreeCheckpointer().save(below, VALUES, force=True)
+    weights = place / "model.safetensors"
+    safetensors.numpy.save_file(old, weights)
+    info = await asyncckpt.inspect(place)
+    assert info.format == {"ours": "asyncckpt", "items": "orbax"}.get(kind, kind)
+    (found,) = [leaf for leaf in info.leaves if leaf.path.endswith("w")]
+    restored = await asyncckpt.restore(place)
+    for part in found.path.split("/"):
+        restored = restored[part]
+    assert np.array_equal(restored, VALUES["w"])
+    assert np.array_equal((await asyncckpt.restore(weights))["w"], old["w"])
+
+
 async def test_a_directory_with_a_damaged_record_is_ours_and_nothing_else(tmp_path: Path) -> None:
     place = tmp_path / "x"
     await asyncckpt.save(place, VALUES)
