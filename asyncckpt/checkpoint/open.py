@@ -150,7 +150,7 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
         below = await files.entries(name, max_entries=MAX_ENTRIES)
         if any(entry.name in marks for entry in below):
             return None  # the root of a run, which may also hold foreign checkpoints
-    if found not in (None, "safetensors"):
+    if found is not None:
         return found
     for name in items[:PROBED_ITEMS]:
         # Items of an Orbax step, and parameters without OCDBT, may have any name.
@@ -160,23 +160,23 @@ async def _format_of(files: CheckpointFiles, entries: Sequence[Entry]) -> str | 
             raise _run_error(files.location, [name])
         if inner & (_ORBAX_NAMES | _ZARR_NAMES) or "manifest.ocdbt" in inner:
             return "orbax"
-    return found
+    return None
 
 
 def _format_named(names: Set[str], directories: Set[str]) -> str | None:
     """Return the format that names in a directory show, or None; directories are in both sets."""
+    weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
     if ".metadata" in names:
         return "dcp"
-    if names & _ORBAX_NAMES or directories & _ORBAX_ITEMS:
+    # Weights may lie beside a directory of any name.
+    if names & _ORBAX_NAMES or (directories & _ORBAX_ITEMS and not weights):
         return "orbax"
     if "manifest.ocdbt" in names:
         return "ocdbt"
     if any(name.startswith("ocdbt.process_") for name in directories):
         return "orbax"
     # Last: weights may lie in the directory of a checkpoint, and their own path can be passed.
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return "safetensors"
-    return None
+    return "safetensors" if weights else None
 
 
 async def _check_file(files: CheckpointFiles, entry: Entry) -> None:

@@ -44,7 +44,17 @@ async def test_the_format_of_each_place_is_in_its_info(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*no checksum")
-@pytest.mark.parametrize("kind", ["ours", "orbax", "items", "dcp"])
+@pytest.mark.parametrize("name", ["state", "old_jax"])
+async def test_weights_beside_the_directory_of_a_checkpoint_are_read(
+    tmp_path: Path, name: str
+) -> None:
+    safetensors.numpy.save_file(VALUES, tmp_path / "model.safetensors")
+    ocp.PyTreeCheckpointer().save(tmp_path / name, {"w": np.zeros((2, 3))})
+    assert np.array_equal((await asyncckpt.restore(tmp_path))["w"], VALUES["w"])
+
+
+@pytest.mark.filterwarnings("ignore:.*no checksum")
+@pytest.mark.parametrize("kind", ["ours", "orbax", "dcp"])
 async def test_weights_in_the_directory_of_a_checkpoint_are_not_taken_for_it(
     tmp_path: Path, kind: str
 ) -> None:
@@ -56,12 +66,11 @@ async def test_weights_in_the_directory_of_a_checkpoint_are_not_taken_for_it(
         with warnings.catch_warnings(action="ignore"):  # torch's own, without a process group
             dcp.save({"w": torch.from_numpy(VALUES["w"])}, checkpoint_id=place)
     else:
-        below = place / "params" if kind == "items" else place
-        ocp.PyTreeCheckpointer().save(below, VALUES, force=True)
+        ocp.PyTreeCheckpointer().save(place, VALUES, force=True)
     weights = place / "model.safetensors"
     safetensors.numpy.save_file(old, weights)
     info = await asyncckpt.inspect(place)
-    assert info.format == {"ours": "asyncckpt", "items": "orbax"}.get(kind, kind)
+    assert info.format == {"ours": "asyncckpt"}.get(kind, kind)
     (found,) = [leaf for leaf in info.leaves if leaf.path.endswith("w")]
     restored = await asyncckpt.restore(place)
     for part in found.path.split("/"):
